@@ -1,0 +1,274 @@
+"""One nested, validated configuration: defaults, then a TOML file, then flags.
+
+The sections are `model, data, engine, rollout, algo, train, log`. Unknown keys and combinations
+that cannot work raise, and name the flag and the remedy. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "AdvantageConfig",
+    "AlgoConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "KLConfig",
+    "LogConfig",
+    "LossConfig",
+    "ModelConfig",
+    "RolloutConfig",
+    "TrainConfig",
+    "ValueConfig",
+]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, docstrings of fields become their help."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "tiny"
+    """A Hugging Face folder or hub name, a .gguf file, or `tiny`: a small Llama-shaped model with
+    random weights and a character tokenizer, built on the spot."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer, if it is not beside the model."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    """Where the examples come from. Without a path, the agent file's `examples(split)`."""
+
+    path: str | None = None
+    """A .jsonl or .parquet file, or the name or folder of a Hugging Face dataset."""
+    split: str = "train"
+    eval_path: str | None = None
+    """Examples for evaluation; without it, `path` (or `examples`) with `eval_split`."""
+    eval_split: str = "test"
+    prompt_key: str = "prompt"
+    """The field that every row must have when the agent does not make its own first message."""
+    label_key: str = "label"
+    max_samples: PositiveInt | None = None
+    shuffle: bool = True
+
+
+class EngineConfig(Section):
+    """What samples."""
+
+    kind: Literal["transformers", "scripted"] = "transformers"
+    max_num_seqs: PositiveInt = 64
+    """How many requests are sampled at once; others wait."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of one request; without it, what the model allows or `rollout.max_tokens`."""
+    deterministic: bool = True
+    """Batches do not depend on timing, so that a run repeats bit for bit."""
+    script: Path | None = None
+    """For kind `scripted`: a text file, one response a line, said in turn."""
+
+
+class RolloutConfig(Section):
+    """How episodes run."""
+
+    batch_size: PositiveInt = 16
+    """Prompts (groups) of one training step."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Episodes of one group."""
+    max_turns: PositiveInt = 8
+    max_new_tokens: PositiveInt = 256
+    """Most sampled tokens of one turn."""
+    max_tokens: PositiveInt = 2048
+    """Most tokens of one episode, everything counted."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0 keeps every token."""
+    history: Literal["keep", "template"] = "keep"
+    """When the chat template rewrites history: keep the sampled tokens, or follow the template
+    and fork the trajectory."""
+    tool_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "json"] = "auto"
+    max_concurrency: PositiveInt = 256
+    """Episodes in flight at once."""
+    reset_timeout: PositiveFloat = 60.0
+    """Seconds."""
+    step_timeout: PositiveFloat = 60.0
+    """Seconds."""
+    close_timeout: PositiveFloat = 10.0
+    """Seconds."""
+    episode_timeout: PositiveFloat = 1800.0
+    """Seconds."""
+    max_retries: NonNegativeInt = 1
+    """How often a failed episode is run again with a fresh instance before it is dropped."""
+    min_group_size: PositiveInt = 1
+    """A group with fewer scored episodes is dropped from the step."""
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    estimator: Literal["grpo", "gae"] = "grpo"
+    """`grpo`: reward less the group's mean, over its standard deviation (arXiv:2402.03300).
+    `gae`: generalized advantage estimation over the policy's own tokens (arXiv:1506.02438)."""
+    normalize_std: bool = True
+    """grpo: divide by the group's standard deviation."""
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    whiten: bool = True
+    """gae: normalise advantages over the whole batch."""
+    drop_zero_variance: bool = True
+    """grpo: leave out groups whose rewards are all equal (they give no gradient)."""
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    clip_ratio_low: PositiveFloat = 0.2
+    clip_ratio_high: PositiveFloat = 0.2
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """Over the whole optimizer step, across micro-batches and ranks."""
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    """Who computes the denominator of the importance ratio."""
+    mask_truncated: bool = False
+    """Episodes that were cut give no gradient and no part of the denominator."""
+
+
+class KLConfig(Section):
+    """Distance to the reference policy (the policy before training)."""
+
+    coef: NonNegativeFloat = 0.0
+    """0: no reference model is loaded."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """http://joschu.net/blog/kl-approx.html"""
+
+
+class ValueConfig(Section):
+    """The value head that `gae` trains."""
+
+    coef: NonNegativeFloat = 0.5
+    clip: NonNegativeFloat = 0.2
+    """0: no clipping of the value loss."""
+
+
+class AlgoConfig(Section):
+    """The reinforcement-learning algorithm."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    value: ValueConfig = ValueConfig()
+    entropy_coef: float = 0.0
+    """Positive rewards entropy."""
+
+
+class TrainConfig(Section):
+    """The learner."""
+
+    max_steps: PositiveInt = 100
+    """Rollout batches to train on."""
+    seed: int = 0
+    lr: PositiveFloat = 1e-6
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    max_grad_norm: NonNegativeFloat = 1.0
+    """0: no clipping."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over one rollout batch."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps of one pass."""
+    max_tokens_per_gpu: PositiveInt = 16384
+    """Padded tokens of one micro-batch."""
+    gradient_checkpointing: bool = False
+    save_steps: NonNegativeInt = 0
+    """A checkpoint every so many steps, and at the end; 0: only at the end."""
+    max_checkpoints: PositiveInt = 2
+    eval_steps: NonNegativeInt = 0
+    """An evaluation every so many steps; 0: never."""
+    eval_samples_per_prompt: PositiveInt = 1
+
+
+class LogConfig(Section):
+    """Where a run writes."""
+
+    run_dir: Path | None = None
+    """Without it, `runs/<agent>-<date>-<time>`."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Weights & Biases project."""
+    trackio: str | None = None
+    """Trackio project."""
+    trajectories: NonNegativeInt = 16
+    """Trajectories of each step that the report shows; 0: none."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    agent: Path
+    """The user's agent file."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Config:
+        rollout, algo = self.rollout, self.algo
+        if algo.advantage.estimator == "grpo" and rollout.n_samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.n_samples_per_prompt is 1 but algo.advantage.estimator grpo compares the "
+                "samples of one prompt: set it to at least 2, or use estimator gae"
+            )
+        if rollout.min_group_size > rollout.n_samples_per_prompt:
+            raise ValueError(
+                f"rollout.min_group_size ({rollout.min_group_size}) is more than "
+                f"rollout.n_samples_per_prompt ({rollout.n_samples_per_prompt}): every group "
+                "would be dropped"
+            )
+        if rollout.max_new_tokens > rollout.max_tokens:
+            raise ValueError(
+                f"rollout.max_new_tokens ({rollout.max_new_tokens}) is more than "
+                f"rollout.max_tokens ({rollout.max_tokens}): raise rollout.max_tokens"
+            )
+        if rollout.max_tokens > self.train.max_tokens_per_gpu:
+            raise ValueError(
+                f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
+                f"rollout.max_tokens ({rollout.max_tokens}): one episode must fit a micro-batch"
+            )
+        if (rollout.top_p < 1 or rollout.top_k > 0) and algo.loss.old_logprobs == "sampler":
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 with algo.loss.old_logprobs sampler gives "
+                "ratios between different distributions: set algo.loss.old_logprobs learner"
+            )
+        if self.engine.kind == "scripted" and self.engine.script is None:
+            raise ValueError("engine.kind scripted needs engine.script, a file of responses")
+        if self.engine.script is not None and self.engine.kind != "scripted":
+            raise ValueError("engine.script is set but engine.kind is not scripted: remove it")
+        return self

@@ -1,0 +1,1 @@
+"""Policies and tokenizers: how they are loaded, made and saved."""

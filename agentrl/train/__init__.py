@@ -1,0 +1,1 @@
+"""The learner: advantages, losses, the model and the training loop."""

@@ -1,0 +1,1 @@
+"""The report of a run: curves and trajectories as a page."""
