@@ -7,6 +7,7 @@ every other `AgentRLError` is a failure of the run itself (exit status 1).
 __all__ = [
     "AgentError",
     "AgentRLError",
+    "AgentTimeoutError",
     "ContextOverflowError",
     "DependencyError",
     "EngineError",
@@ -33,6 +34,10 @@ class DependencyError(UsageError):
 
 class AgentError(AgentRLError):
     """The user's agent broke its contract (returned something unusable, hung, raised)."""
+
+
+class AgentTimeoutError(AgentError):
+    """The user's reset or step did not return within its time limit."""
 
 
 class EngineError(AgentRLError):

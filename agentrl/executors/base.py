@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.types import Action, Example, Trajectory
 
 if TYPE_CHECKING:
+    from agentrl.config import DataConfig, RolloutConfig
     from agentrl.executors.llm import LLM
 
 __all__ = ["AgentExecutor", "AgentInstance"]
@@ -50,6 +51,12 @@ class AgentInstance:
 
 class AgentExecutor(ABC):
     """The whole loop of an episode. Subclass it when `AgentInstance` is not enough."""
+
+    def configure(self, rollout: RolloutConfig, data: DataConfig) -> None:
+        """Take the run's settings. Called once, before the first `execute`.
+
+        An executor of a user's file is built without arguments; this is how the settings reach it.
+        """
 
     @abstractmethod
     async def execute(self, example: Example, llm: LLM) -> Trajectory:
