@@ -1,0 +1,118 @@
+"""What goes into the rollout scheduler and what comes out: groups of episodes of one example.
+
+A group is known by its id. Nothing here depends on the order in which episodes ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from agentrl.types import Example, StopReason, Trajectory
+
+__all__ = ["GroupRequest", "RolloutGroup", "RolloutResult", "batch_warnings"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One example to be sampled `n_samples` times. `group_id` is unique in a run."""
+
+    group_id: str
+    example_id: str
+    example: Example
+    n_samples: int
+
+    def rollout_ids(self) -> list[str]:
+        """The ids of the members: unique in a run, and sorting in the order of the members."""
+        width = max(3, len(str(self.n_samples - 1)))
+        return [f"{self.group_id}-{member:0{width}d}" for member in range(self.n_samples)]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The completed episodes of one example, sorted by rollout_id; failed members are left out."""
+
+    group_id: str
+    example_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The rewards of the scored members."""
+        return tuple(t.reward for t in self.trajectories if t.reward is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What one call of the scheduler gave.
+
+    Attributes:
+        groups: those with enough scored members, in the order of the requests.
+        dropped: the last attempt of every member that never completed, sorted by rollout_id.
+        num_completed: episodes that ended by themselves; failed attempts do not count.
+        num_failed: failed attempts, by how they failed.
+        num_retried: attempts beyond the first of a member.
+        num_dropped_groups: groups with too few scored members.
+        seconds: wall time.
+        warnings: what a user should know about this batch, a sentence each.
+    """
+
+    groups: tuple[RolloutGroup, ...]
+    dropped: tuple[Trajectory, ...]
+    num_completed: int
+    num_failed: Mapping[StopReason, int]
+    num_retried: int
+    num_dropped_groups: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All episodes of all groups."""
+        return tuple(t for group in self.groups for t in group.trajectories)
+
+    def metrics(self) -> dict[str, float]:
+        """The counters, by the names they have in the log."""
+        failed = {f"rollout/failed_{kind}": float(n) for kind, n in self.num_failed.items()}
+        return {
+            "rollout/completed": float(self.num_completed),
+            "rollout/failed": float(sum(self.num_failed.values())),
+            "rollout/retried": float(self.num_retried),
+            "rollout/dropped_members": float(len(self.dropped)),
+            "rollout/dropped_groups": float(self.num_dropped_groups),
+            "rollout/seconds": self.seconds,
+            **failed,
+        }
+
+
+def batch_warnings(
+    groups: SequenceABC[RolloutGroup], dropped: SequenceABC[Trajectory]
+) -> tuple[str, ...]:
+    """What is suspicious about a batch as a whole, a sentence each."""
+    warnings = []
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if trajectories and all(_last_turn_cut(trajectory) for trajectory in trajectories):
+        warnings.append(
+            "every episode ended in an answer that was cut by the token limit: raise "
+            "rollout.max_new_tokens (or rollout.max_tokens)"
+        )
+    compared = [group.rewards for group in groups if len(group.rewards) > 1]
+    if compared and all(min(rewards) == max(rewards) for rewards in compared):
+        warnings.append(
+            "no group has any spread of rewards, so this batch teaches nothing: check the reward, "
+            "the difficulty of the examples and rollout.temperature"
+        )
+    if dropped:
+        first = dropped[0]
+        reason = (first.error or first.stop_reason).strip().splitlines()[-1]
+        warnings.append(
+            f"{len(dropped)} episodes failed every attempt and were dropped; the first, "
+            f"{first.rollout_id}: {reason}"
+        )
+    return tuple(warnings)
+
+
+def _last_turn_cut(trajectory: Trajectory) -> bool:
+    turns = trajectory.sequences[-1].turns if trajectory.sequences else ()
+    return bool(turns) and turns[-1].finish_reason == "length"

@@ -1,0 +1,253 @@
+"""Loads a user's agent file: one file, one agent.
+
+The agent is the one `AgentExecutor` or `AgentInstance` class that the file itself defines; bases
+that it imports, and instance classes that its executor uses, are not agents of their own. Whatever
+is wrong with the file becomes one `UsageError` that names the line to look at.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentrl.config import DataConfig, RolloutConfig
+from agentrl.errors import AgentRLError, UsageError
+from agentrl.executors.base import AgentExecutor, AgentInstance
+
+__all__ = ["Agent", "blame_user_code", "load_agent"]
+
+AgentClass = type[AgentExecutor] | type[AgentInstance]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What a file holds: one agent class and, if defined, `examples(split)`."""
+
+    name: str
+    path: Path
+    agent_class: AgentClass
+    examples: Callable[[str], Any] | None
+
+    @property
+    def instance_class(self) -> type[AgentInstance] | None:
+        """The environment, unless the agent is an executor with a loop of its own."""
+        return self.agent_class if issubclass(self.agent_class, AgentInstance) else None
+
+    @property
+    def needs_prompt(self) -> bool:
+        """True where the agent takes its first message from the row (`data.prompt_key`)."""
+        return bool(getattr(self.agent_class, "needs_prompt", False))
+
+    def make_executor(self, rollout: RolloutConfig, data: DataConfig) -> AgentExecutor:
+        """Build what runs the episodes, with the run's settings.
+
+        Raises:
+            UsageError: the constructor of the user's executor raised, or wants arguments.
+        """
+        if issubclass(self.agent_class, AgentInstance):
+            from agentrl.executors.multi_turn import MultiTurnExecutor
+
+            executor: AgentExecutor = MultiTurnExecutor(self.agent_class, rollout)
+            return executor
+        with blame_user_code(self.path, f"building {self.name}"):
+            executor = self.agent_class()
+            executor.configure(rollout, data)
+        return executor
+
+
+def load_agent(path: Path) -> Agent:
+    """Load the one agent of a file.
+
+    While the file runs, its folder comes first in `sys.path`, so that it can import modules
+    beside it; later imports (inside `step`, say) still find them, after everything else.
+
+    Raises:
+        UsageError: no such file, a syntax error, a missing package, an error while it was
+            imported, no agent, or more than one.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"agent file {path} does not exist: correct the path after --agent")
+    tree = _parse(path)
+    module = _import(path)
+    name, agent_class = _find_agent(module, tree, path)
+    return Agent(name, path, agent_class, _find_examples(module, path))
+
+
+@contextmanager
+def blame_user_code(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the user's code raises into one `UsageError` with the line of the file in it."""
+    try:
+        yield
+    except AgentRLError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame for frame in frames if frame.filename == str(path)]
+        where = f" at line {lines[-1].lineno} ({lines[-1].line})" if lines else ""
+        raise UsageError(
+            f"{doing} from {path} raised {type(error).__name__}: {error}{where}: correct the file"
+        ) from error
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise UsageError(
+            f"agent file {path} is not valid Python: {error.msg} at line {error.lineno} "
+            f"({(error.text or '').strip()})"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the agent file {path}: {error}") from error
+
+
+def _import(path: Path) -> ModuleType:
+    """Run the file as a module of its own; `sys.modules` knows it, as dataclasses need.
+
+    Its name holds the folder too, since agent files like to have the same name.
+    """
+    name = f"agentrl_agent_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    try:
+        with _folder_importable(path.parent), blame_user_code(path, "importing the agent"):
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except UsageError as error:
+        del sys.modules[name]
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name is not None:
+            package = cause.name.partition(".")[0]
+            raise UsageError(
+                f"agent file {path} needs the package {package!r}, which is not installed "
+                f"({cause}): install it in this environment"
+            ) from cause
+        raise
+    return module
+
+
+_folder_of_helper: dict[str, Path] = {}
+"""Modules that agent files imported from beside them, and the folder each came from."""
+
+
+@contextmanager
+def _folder_importable(folder: Path) -> Iterator[None]:
+    """Put `folder` first in `sys.path`, and last when the file has run."""
+    for name, home in list(_folder_of_helper.items()):
+        # The helper of an agent file loaded before must not answer for one of the same name here.
+        if home != folder and (folder / f"{name}.py").is_file():
+            sys.modules.pop(name, None)
+            del _folder_of_helper[name]
+    known = set(sys.modules)
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    try:
+        yield
+    finally:
+        sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).parent == folder:
+                _folder_of_helper[name] = folder
+
+
+def _find_agent(module: ModuleType, tree: ast.Module, path: Path) -> tuple[str, AgentClass]:
+    definitions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = _own_classes(module)
+    executors = [cls for cls in found if issubclass(cls, AgentExecutor)]
+    if len(executors) == 1:
+        used = _names_in(definitions.get(executors[0].__name__))
+        found = [cls for cls in found if cls is executors[0] or cls.__name__ not in used]
+    lines = [
+        f"{cls.__name__} (line {definitions[cls.__name__].lineno})"
+        if cls.__name__ in definitions
+        else cls.__name__
+        for cls in found
+    ]
+    function = _client_agent(tree)
+    if function is not None:
+        lines.append(f"agent (line {function.lineno})")
+    if len(lines) > 1:
+        raise UsageError(
+            f"agent file {path} holds {len(lines)} agents: {', '.join(lines)}; keep one, and move "
+            "the others to files of their own"
+        )
+    if function is not None:
+        raise UsageError(
+            f"agent file {path} defines the function agent at line {function.lineno}: agents that "
+            "are given an OpenAI client are not supported in this version; write an AgentInstance "
+            "or an AgentExecutor"
+        )
+    if not found:
+        raise UsageError(_describe_nothing(definitions, path))
+    return found[0].__name__, found[0]
+
+
+def _own_classes(module: ModuleType) -> list[AgentClass]:
+    """Concrete agent classes that the file defines, without those that others there extend."""
+    classes: list[AgentClass] = []
+    for value in vars(module).values():
+        if (
+            inspect.isclass(value)
+            and issubclass(value, AgentExecutor | AgentInstance)
+            and value.__module__ == module.__name__
+            and not inspect.isabstract(value)
+            and value not in classes
+        ):
+            classes.append(value)
+    return [
+        cls
+        for cls in classes
+        if not any(cls is not other and issubclass(other, cls) for other in classes)
+    ]
+
+
+def _names_in(definition: ast.ClassDef | None) -> set[str]:
+    if definition is None:
+        return set()
+    return {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+
+
+def _client_agent(tree: ast.Module) -> ast.AsyncFunctionDef | None:
+    """`async def agent(example, client)` at the top of the file."""
+    for node in tree.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "agent":
+            return node
+    return None
+
+
+def _describe_nothing(definitions: dict[str, ast.ClassDef], path: Path) -> str:
+    classes = ", ".join(f"{name} (line {node.lineno})" for name, node in definitions.items())
+    found = f"only the classes {classes}" if classes else "no class"
+    return (
+        f"agent file {path} holds no agent, {found}: define one class that extends "
+        "agentrl.AgentInstance or agentrl.AgentExecutor"
+    )
+
+
+def _find_examples(module: ModuleType, path: Path) -> Callable[[str], Any] | None:
+    examples = getattr(module, "examples", None)
+    if examples is None:
+        return None
+    if not callable(examples) or inspect.iscoroutinefunction(examples):
+        raise UsageError(
+            f"`examples` in {path} must be a plain function of the split: "
+            "def examples(split): return [...]"
+        )
+    try:
+        inspect.signature(examples).bind("train")
+    except TypeError as error:
+        raise UsageError(
+            f"`examples` in {path} must take one argument, the split ({error})"
+        ) from error
+    function: Callable[[str], Any] = examples
+    return function

@@ -1,0 +1,215 @@
+"""An agent file holds exactly one agent; whatever is wrong with it is one clear sentence."""
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from agentrl.config import DataConfig, RolloutConfig
+from agentrl.errors import UsageError
+from agentrl.executors.base import AgentExecutor
+from agentrl.plugin import load_agent
+
+INSTANCE = """
+import agentrl as rl
+
+class Guess(rl.AgentInstance):
+    def reset(self, example):
+        return "guess"
+
+    def step(self, action):
+        return rl.StepResult(reward=1.0, done=True)
+"""
+
+EXECUTOR = """
+import agentrl as rl
+
+class Loop(rl.AgentExecutor):
+    async def execute(self, example, llm):
+        return llm.trajectory(None, reward=1.0, stop_reason=rl.StopReason.DONE)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str, name: str = "agent_func.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(dedent(text))
+        return path
+
+    return write_file
+
+
+def test_one_instance_class_is_the_agent(write):
+    agent = load_agent(write(INSTANCE))
+    assert agent.name == "Guess"
+    assert agent.instance_class is agent.agent_class
+    assert agent.examples is None
+    assert not agent.needs_prompt
+
+
+def test_one_executor_class_is_the_agent_and_is_built_and_told_the_settings(write):
+    agent = load_agent(
+        write(
+            EXECUTOR
+            + """
+    def configure(self, rollout, data):
+        self.settings = (rollout.max_turns, data.prompt_key)
+"""
+        )
+    )
+    executor = agent.make_executor(RolloutConfig(max_turns=3), DataConfig(prompt_key="q"))
+    assert agent.instance_class is None
+    assert isinstance(executor, AgentExecutor)
+    assert executor.settings == (3, "q")
+
+
+def test_an_executor_and_the_instance_class_that_it_names_are_one_agent(write):
+    agent = load_agent(
+        write(
+            """
+            import agentrl as rl
+
+            class AgentInstance(rl.AgentInstance):
+                pass
+
+            class AgentExecutor(rl.AgentExecutor):
+                def __init__(self):
+                    self.instance_class = AgentInstance
+
+                async def execute(self, example, llm): ...
+            """
+        )
+    )
+    assert agent.name == "AgentExecutor"
+
+
+def test_imported_and_extended_classes_are_not_agents_of_their_own(write):
+    write("import agentrl as rl\n\nclass Imported(rl.AgentInstance):\n    pass\n", "library.py")
+    agent = load_agent(
+        write(
+            """
+            from agentrl import AgentExecutor, AgentInstance
+            from library import Imported
+
+            class Base(AgentInstance):
+                pass
+
+            class Guess(Base):
+                pass
+
+            Alias = Guess
+            """
+        )
+    )
+    assert agent.name == "Guess"
+
+
+def test_two_agents_are_named_with_their_lines(write):
+    path = write(
+        """\
+        import agentrl as rl
+
+        class One(rl.AgentInstance):
+            pass
+
+        class Two(rl.AgentExecutor):
+            async def execute(self, example, llm): ...
+        """
+    )
+    with pytest.raises(
+        UsageError, match=r"holds 2 agents: One \(line 3\), Two \(line 6\); keep one"
+    ):
+        load_agent(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "holds no agent, no class: define one class"),
+        ("class Guess:\n    pass\n", r"holds no agent, only the classes Guess \(line 1\)"),
+        ("async def agent(example, client):\n    return 1.0\n", "not supported in this version"),
+        ("def broken(:\n", r"not valid Python: .* at line 1 \(def broken\(:\)"),
+        ("x = '\0'\n", "not valid Python|cannot read"),
+        ("\nimport no_such_package.inner\n", "needs the package 'no_such_package'"),
+        ("\nfrom os import nothing_there\n", "ImportError: .* at line 2"),
+        ("\n\nx = 1 / 0\n", r"ZeroDivisionError: division by zero at line 3 \(x = 1 / 0\)"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3 at line 2"),
+    ],
+)
+def test_a_broken_file_is_one_clear_error(write, text, message):
+    path = write(text)
+    with pytest.raises(UsageError, match=message) as raised:
+        load_agent(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_a_usage_error(tmp_path: Path):
+    with pytest.raises(UsageError, match="does not exist: correct the path after --agent"):
+        load_agent(tmp_path / "nowhere.py")
+
+
+def test_an_executor_that_cannot_be_built_is_found_at_start(write):
+    agent = load_agent(
+        write(
+            """\
+            import agentrl as rl
+
+            class Loop(rl.AgentExecutor):
+                def __init__(self):
+                    raise OSError("no display")
+
+                async def execute(self, example, llm): ...
+            """
+        )
+    )
+    with pytest.raises(UsageError, match=r"building Loop .* OSError: no display at line 5"):
+        agent.make_executor(RolloutConfig(), DataConfig())
+
+
+def test_helpers_beside_the_file_are_found_also_later_and_do_not_mix(write, tmp_path: Path):
+    agents = []
+    for folder in ("one", "two"):
+        write(f"name = {folder!r}\n", f"{folder}/helper_beside.py")
+        write(f"name = {folder!r}\n", f"{folder}/lazy_{folder}.py")
+        path = write(
+            INSTANCE.replace('return "guess"', f"import lazy_{folder}; return lazy_{folder}.name")
+            + "\nimport helper_beside\nNAME = helper_beside.name\n",
+            f"{folder}/agent_func.py",
+        )
+        agents.append(load_agent(path))
+    assert [sys.modules[agent.agent_class.__module__].NAME for agent in agents] == ["one", "two"]
+    assert [agent.agent_class().reset({}) for agent in agents] == ["one", "two"]
+
+
+def test_dataclasses_and_pickles_of_the_file_find_its_module(write):
+    agent = load_agent(
+        write(
+            INSTANCE
+            + """
+import dataclasses, pickle
+@dataclasses.dataclass
+class State:
+    value: "int" = 3
+
+def examples(split):
+    return [{"state": pickle.loads(pickle.dumps(State()))}]
+"""
+        )
+    )
+    assert agent.examples("train")[0]["state"].value == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("examples = 3", "must be a plain function"),
+        ("async def examples(split): ...", "must be a plain function"),
+        ("def examples(): ...", "must take one argument, the split"),
+    ],
+)
+def test_examples_must_be_a_function_of_the_split(write, text, message):
+    with pytest.raises(UsageError, match=message):
+        load_agent(write(INSTANCE + text))
