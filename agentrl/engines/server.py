@@ -1,0 +1,178 @@
+"""A server process: started, waited for, watched, restarted, and ended whatever happens.
+
+The process runs under `supervisor.py` in a session of its own, so that Ctrl-C reaches agentrl alone
+and nothing of the server survives agentrl, even when that is killed. What the server prints goes to
+a log file, whose last lines are part of every error about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from agentrl.engines import supervisor
+from agentrl.errors import EngineError, UsageError
+
+__all__ = ["EngineServer", "free_port", "last_lines"]
+
+logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL = 0.25
+STOP_SECONDS = supervisor.GRACE_SECONDS + 5.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    """The last `count` lines of a log file that are not empty."""
+    if not path.exists():
+        return ""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - 65536))
+        text = file.read().decode(errors="replace")
+    return "\n".join([line for line in text.splitlines() if line.strip()][-count:])
+
+
+class EngineServer:
+    """One server process and its address.
+
+    `command(port)` gives the command line, so that every start may take a fresh port.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        *,
+        name: str,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        health_path: str = "/health",
+        start_timeout: float = 600.0,
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.url = ""
+        self._command = command
+        self._env = dict(env or {})
+        self._host = host
+        self._health_path = health_path
+        self._start_timeout = start_timeout
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.died = asyncio.Event()
+        """Set when the process ended without being asked to."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor, whose descendants are the server."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        """True from a start until the process ended."""
+        return self._process is not None and self._process.returncode is None
+
+    def describe_death(self) -> str:
+        """Say how the server ended, with its own last lines."""
+        code = self._process.returncode if self._process is not None else None
+        lines = last_lines(self.log_path)
+        return f"the {self.name} server ended with status {code}; its log is {self.log_path}" + (
+            f" and ends with:\n{lines}" if lines else ""
+        )
+
+    async def start(self) -> None:
+        """Start the process and wait until it answers its health check.
+
+        Raises:
+            UsageError: the program cannot be started at all.
+            EngineError: it ended, or did not answer in time; its last lines are in the message.
+        """
+        port = free_port(self._host)
+        self.url = f"http://{self._host}:{port}"
+        command = [str(part) for part in self._command(port)]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.died = asyncio.Event()
+        self._stopping = False
+        logger.info("starting %s at %s: %s", self.name, self.url, " ".join(command))
+        wrapped = [sys.executable, supervisor.__file__, str(os.getpid()), "--", *command]
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *wrapped,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **self._env},
+                start_new_session=True,
+            )
+        self._watcher = asyncio.create_task(self._watch(self._process))
+        try:
+            await self._wait_for_health(command[0])
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the server and everything it started. Safe to call twice."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        if self._watcher is not None:
+            await self._watcher
+
+    async def restart(self) -> None:
+        """End what is left of the server and start it anew, at a new address."""
+        await self.stop()
+        await self.start()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        if not self._stopping:
+            logger.error("%s", self.describe_death())
+            self.died.set()
+
+    async def _wait_for_health(self, program: str) -> None:
+        started = time.monotonic()
+        async with httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False) as client:
+            while True:
+                if self.died.is_set():
+                    message = self.describe_death()
+                    if "FileNotFoundError" in message and program in message:
+                        raise UsageError(f"{program} cannot be started: set engine.python")
+                    raise EngineError(message)
+                try:
+                    if (await client.get(self._health_path)).status_code == httpx.codes.OK:
+                        return
+                except httpx.TransportError:
+                    pass  # not listening yet
+                if time.monotonic() - started > self._start_timeout:
+                    raise EngineError(
+                        f"the {self.name} server did not answer within {self._start_timeout:g} s: "
+                        f"raise engine.start_timeout, or see {self.log_path}, which ends with:\n"
+                        f"{last_lines(self.log_path)}"
+                    )
+                await asyncio.sleep(HEALTH_INTERVAL)
