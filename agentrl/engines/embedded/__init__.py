@@ -1,0 +1,1 @@
+"""The parts of `agentrl.engines.transformers`, the embedded engine: one idea per file."""
