@@ -30,12 +30,17 @@ AgentClass = type[AgentExecutor] | type[AgentInstance]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What a file holds: one agent class and, if defined, `examples(split)`."""
+    """What a file holds: one agent class and, if defined, `examples(split)`.
+
+    `instance_classes` are all environments that the file defines: the agent itself, or those that
+    its executor uses.
+    """
 
     name: str
     path: Path
     agent_class: AgentClass
-    examples: Callable[[str], Any] | None
+    examples: Callable[[str], Any] | None = None
+    instance_classes: tuple[type[AgentInstance], ...] = ()
 
     @property
     def instance_class(self) -> type[AgentInstance] | None:
@@ -79,8 +84,10 @@ def load_agent(path: Path) -> Agent:
         raise UsageError(f"agent file {path} does not exist: correct the path after --agent")
     tree = _parse(path)
     module = _import(path)
-    name, agent_class = _find_agent(module, tree, path)
-    return Agent(name, path, agent_class, _find_examples(module, path))
+    classes = _own_classes(module)
+    agent_class = _find_agent(classes, tree, path)
+    instances = tuple(cls for cls in classes if issubclass(cls, AgentInstance))
+    return Agent(agent_class.__name__, path, agent_class, _find_examples(module, path), instances)
 
 
 @contextmanager
@@ -160,9 +167,9 @@ def _folder_importable(folder: Path) -> Iterator[None]:
                 _folder_of_helper[name] = folder
 
 
-def _find_agent(module: ModuleType, tree: ast.Module, path: Path) -> tuple[str, AgentClass]:
+def _find_agent(classes: list[AgentClass], tree: ast.Module, path: Path) -> AgentClass:
     definitions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    found = _own_classes(module)
+    found = classes
     executors = [cls for cls in found if issubclass(cls, AgentExecutor)]
     if len(executors) == 1:
         used = _names_in(definitions.get(executors[0].__name__))
@@ -189,7 +196,7 @@ def _find_agent(module: ModuleType, tree: ast.Module, path: Path) -> tuple[str, 
         )
     if not found:
         raise UsageError(_describe_nothing(definitions, path))
-    return found[0].__name__, found[0]
+    return found[0]
 
 
 def _own_classes(module: ModuleType) -> list[AgentClass]:
