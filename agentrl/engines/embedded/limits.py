@@ -28,17 +28,17 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
     kind = f"a model of type {config.model_type}"
     if config.is_encoder_decoder or not model.can_generate():
         raise EngineError(f"{kind} is not a decoder-only language model: choose a causal one")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise EngineError(
-            f"the embedded engine cannot run {kind}: its transformers implementation does not let "
-            "attention be replaced; choose another model or another engine.kind"
-        )
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if foreign:
         raise EngineError(
             f"the embedded engine cannot run {kind}: it has layers of type "
             f"{', '.join(sorted(foreign))}, whose state is no key/value cache; choose another "
             "model or another engine.kind"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(
+            f"the embedded engine cannot run {kind}: its transformers implementation does not let "
+            "attention be replaced; choose another model or another engine.kind"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise EngineError(

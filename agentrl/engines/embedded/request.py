@@ -22,7 +22,7 @@ def natural_order(text: str) -> NaturalOrder:
     """A sort key under which numbers in a string count as numbers: `r2` before `r10`."""
     parts = re.split(r"(\d+)", text)
     return tuple(
-        (True, int(part), "") if part.isdecimal() else (False, 0, part) for part in parts if part
+        (False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts if part
     )
 
 
