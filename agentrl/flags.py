@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from agentrl.config import Config
 from agentrl.errors import UsageError
@@ -20,6 +20,7 @@ from agentrl.settings import nearest_key
 
 __all__ = ["ConfigFlags", "FlagParser"]
 
+_SETTINGS_ERROR = "Parsing error encountered for "
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -80,8 +81,18 @@ class ConfigFlags:
         )
 
     def values(self, namespace: argparse.Namespace) -> Mapping[str, Any]:
-        """The nested values of the flags that were given, unvalidated; `None` is written None."""
-        return dict(self._source(parsed_args=namespace)())
+        """The nested values of the flags that were given, unvalidated; `None` is written None.
+
+        Raises:
+            UsageError: a list or table that cannot be read.
+        """
+        try:
+            return dict(self._source(parsed_args=namespace)())
+        except SettingsError as error:
+            key, _, reason = str(error).removeprefix(_SETTINGS_ERROR).partition(": ")
+            raise UsageError(
+                f"--{key}: {reason}; write a list as a,b or JSON, a table as name=value or JSON"
+            ) from error
 
 
 class _ConfigFlagModel(BaseSettings, Config):

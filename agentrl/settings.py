@@ -20,7 +20,17 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config import Config
 from agentrl.errors import UsageError
 
-__all__ = ["Layer", "known_keys", "nearest_key", "read_toml", "resolve", "to_toml"]
+__all__ = [
+    "Layer",
+    "known_keys",
+    "nearest_key",
+    "read_toml",
+    "resolve",
+    "to_toml",
+    "without_secrets",
+]
+
+_MASK = "(not shown)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,26 @@ def to_toml(config: Config) -> str:
     """Write `config` as TOML that `--config` reads back to an equal one.
 
     TOML has no null: a key that is None is left out, which is its default.
+
+    Raises:
+        UsageError: a free table (`engine.extra`) holds null.
     """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    try:
+        return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    except TypeError as error:
+        raise UsageError(f"the configuration does not fit TOML: {error}; leave null out") from error
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy nested values of a configuration for others to see: keys and environments masked."""
+    shown = dict(values)
+    if isinstance(engine := shown.get("engine"), Mapping):
+        shown["engine"] = dict(engine)
+        if engine.get("api_key"):
+            shown["engine"]["api_key"] = _MASK
+        if engine.get("env"):
+            shown["engine"]["env"] = dict.fromkeys(engine["env"], _MASK)
+    return shown
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -128,11 +156,14 @@ def _complaint(detail: dict[str, Any], layers: list[Layer]) -> str:
     """One pydantic error as a sentence that names the place, the value and what is allowed."""
     key = tuple(str(part) for part in detail["loc"] if isinstance(part, str))
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    if not key:
+    if kind == "value_error" and (not key or isinstance(value, Mapping)):
+        # A check of a whole section: its message names the keys itself.
         return str(detail["msg"]).removeprefix("Value error, ")
     place = _place(key, layers)
     if kind == "missing" and key == ("agent",):
         return 'no agent file: give --agent path.py, or agent = "path.py" in the --config file'
+    if kind == "missing":
+        return f"{place}: {value!r} has too few values"
     if kind == "extra_forbidden":
         guess = nearest_key(".".join(key), known_keys())
         remedy = f"did you mean {guess}?" if guess else "agentrl train --help lists every key"

@@ -11,7 +11,15 @@ from pydantic import BaseModel
 from agentrl.config import Config
 from agentrl.errors import UsageError
 from agentrl.flags import ConfigFlags, FlagParser
-from agentrl.settings import Layer, known_keys, nearest_key, read_toml, resolve, to_toml
+from agentrl.settings import (
+    Layer,
+    known_keys,
+    nearest_key,
+    read_toml,
+    resolve,
+    to_toml,
+    without_secrets,
+)
 
 
 def from_flags(*argv: str) -> Config:
@@ -81,6 +89,17 @@ def test_environment_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert from_flags().train.lr == 1e-6
 
 
+def test_lists_and_tables_can_be_flags() -> None:
+    config = from_flags(
+        *("--engine.kind", "vllm", "--engine.extra", '{"a": {"b": 2}, "c": true}'),
+        *("--engine.env", "X=1,Y=2"),
+    )
+    assert config.engine.extra == {"a": {"b": 2}, "c": True}
+    assert config.engine.env == {"X": "1", "Y": "2"}
+    config = from_flags("--engine.kind", "vllm", "--engine.urls", "http://a:1,http://b:2")
+    assert config.engine.urls == ("http://a:1", "http://b:2")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -106,6 +125,8 @@ def test_a_wrong_flag_names_itself_and_the_nearest_one(argv: list[str], words: s
             "--algo.advantage.estimator: 'gai' is not one of grpo, gae",
         ),
         (["--train.lr", "-1"], "--train.lr: '-1' should be greater than 0"),
+        (["--train.betas", "0.9"], "--train.betas: [0.9] has too few values"),
+        (["--engine.extra", "{bad"], '--engine.extra: Missing end delimiter "}"; write a list'),
         (["--data.shuffle", "maybe"], "--data.shuffle: 'maybe' should be a valid boolean"),
         (["--train.max_steps", "ten"], "--train.max_steps: 'ten' should be a valid integer"),
     ],
@@ -146,6 +167,26 @@ def test_an_impossible_combination_reads_as_a_sentence() -> None:
     assert message.startswith("rollout.n_samples_per_prompt is 1 but")
     assert "Value error" not in message
     assert "pydantic" not in message
+
+
+def test_a_combination_that_is_impossible_within_a_section_reads_as_a_sentence() -> None:
+    message = complaint(Layer({"agent": "a.py", "engine": {"num_engines": 2}}))
+    assert message.startswith("engine.num_engines would be ignored")
+
+
+def test_what_toml_cannot_hold_is_a_usage_error() -> None:
+    config = from_flags("--engine.kind", "vllm", "--engine.extra", '{"a": null}')
+    with pytest.raises(UsageError, match="leave null out"):
+        to_toml(config)
+
+
+def test_secrets_are_masked_and_the_original_is_left_alone() -> None:
+    values = {"engine": {"api_key": "hush", "env": {"TOKEN": "hush"}, "host": "h"}, "agent": "a"}
+    shown = without_secrets(values)
+    assert "hush" not in str(shown)
+    assert (shown["agent"], shown["engine"]["host"]) == ("a", "h")
+    assert list(shown["engine"]["env"]) == ["TOKEN"]
+    assert values["engine"] == {"api_key": "hush", "env": {"TOKEN": "hush"}, "host": "h"}
 
 
 def test_a_missing_agent_says_how_to_give_one() -> None:

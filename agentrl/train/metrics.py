@@ -20,10 +20,13 @@ from agentrl.train.metrics_file import format_line
 from agentrl.train.rundir import RunDir
 from agentrl.train.trackers import TrackioSink, WandbSink
 
-__all__ = ["REWARD", "MetricSink", "MetricWriter", "open_metrics"]
+__all__ = ["EVAL_REWARD", "REWARD", "MetricSink", "MetricWriter", "open_metrics"]
 
 REWARD = "reward/mean"
 """The metric that curve.png and the progress line show."""
+
+EVAL_REWARD = "eval/reward_mean"
+"""The same of an evaluation."""
 
 _log = logging.getLogger(__name__)
 

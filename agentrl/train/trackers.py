@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.config import Config
 from agentrl.errors import DependencyError
+from agentrl.settings import without_secrets
 from agentrl.train.files import replace_text
 
 __all__ = ["TrackioSink", "WandbSink"]
@@ -30,7 +31,7 @@ class WandbSink:
             id=_tracker_id(run_dir),
             name=run_dir.name,
             dir=str(run_dir),
-            config=config.model_dump(mode="json"),
+            config=without_secrets(config.model_dump(mode="json")),
             resume="allow",
         )
 
@@ -54,7 +55,7 @@ class TrackioSink:
         self._run: Any = trackio.init(
             project=project,
             name=run_dir.name,
-            config=config.model_dump(mode="json"),
+            config=without_secrets(config.model_dump(mode="json")),
             resume="allow",
         )
 
