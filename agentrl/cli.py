@@ -181,10 +181,15 @@ def _prepare_check(flags: ConfigFlags, namespace: argparse.Namespace) -> Command
     config = resolve(_layers(flags, namespace))
 
     def run() -> int:
+        from rich.console import Console
+
         from agentrl.check import check_agent
 
         report = check_agent(config.agent, config)
-        print(report)
+        if sys.stdout.isatty():
+            Console().print(report)
+        else:
+            print(report)
         return 0 if report.ok else 1
 
     return _dry_run(config) if namespace.dry_run else run

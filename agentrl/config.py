@@ -56,8 +56,11 @@ class ModelConfig(Section):
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the learner's weights and computation."""
     attn_implementation: str = "sdpa"
+    """transformers' attention: sdpa, eager, flash_attention_2, ..."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
 
 
 class DataConfig(Section):
@@ -66,14 +69,19 @@ class DataConfig(Section):
     path: str | None = None
     """A .jsonl or .parquet file, or the name or folder of a Hugging Face dataset."""
     split: str = "train"
+    """Of the dataset, or what `examples(split)` is called with."""
     eval_path: str | None = None
     """Examples for evaluation; without it, `path` (or `examples`) with `eval_split`."""
     eval_split: str = "test"
+    """The same for evaluation."""
     prompt_key: str = "prompt"
     """The field that every row must have when the agent does not make its own first message."""
     label_key: str = "label"
+    """The field that holds the right answer, where the agent reads one."""
     max_samples: PositiveInt | None = None
+    """Use only so many examples."""
     shuffle: bool = True
+    """A new order of the examples in every epoch, by `train.seed`."""
 
 
 class EngineConfig(Section):
@@ -157,12 +165,15 @@ class RolloutConfig(Section):
     n_samples_per_prompt: PositiveInt = 8
     """Episodes of one group."""
     max_turns: PositiveInt = 8
+    """Most sampled turns of one episode."""
     max_new_tokens: PositiveInt = 256
     """Most sampled tokens of one turn."""
     max_tokens: PositiveInt = 2048
     """Most tokens of one episode, everything counted."""
     temperature: PositiveFloat = 1.0
+    """Log-probabilities are those at this temperature, in engine and learner."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1 keeps every token."""
     top_k: NonNegativeInt = 0
     """0 keeps every token."""
     history: Literal["keep", "template"] = "keep"
@@ -194,7 +205,9 @@ class AdvantageConfig(Section):
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation."""
     gamma: Fraction = 1.0
+    """gae: discount of a later token's reward."""
     lam: Fraction = 0.95
+    """gae: 0 trusts the value head, 1 the rewards."""
     whiten: bool = True
     """gae: normalise advantages over the whole batch."""
     drop_zero_variance: bool = True
@@ -205,7 +218,9 @@ class LossConfig(Section):
     """The policy loss."""
 
     clip_ratio_low: PositiveFloat = 0.2
+    """The importance ratio is clipped at 1 less this ..."""
     clip_ratio_high: PositiveFloat = 0.2
+    """... and at 1 plus this."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     """Over the whole optimizer step, across micro-batches and ranks."""
     old_logprobs: Literal["learner", "sampler"] = "learner"
@@ -248,11 +263,15 @@ class TrainConfig(Section):
     max_steps: PositiveInt = 100
     """Rollout batches to train on."""
     seed: int = 0
+    """Of weights, sampling and the order of examples."""
     lr: PositiveFloat = 1e-6
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
+    """Optimizer steps in which the learning rate rises to `lr`."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's, for the mean and the square of the gradient."""
     max_grad_norm: NonNegativeFloat = 1.0
     """0: no clipping."""
     ppo_epochs: PositiveInt = 1
@@ -262,12 +281,15 @@ class TrainConfig(Section):
     max_tokens_per_gpu: PositiveInt = 16384
     """Padded tokens of one micro-batch."""
     gradient_checkpointing: bool = False
+    """Compute activations again in backward: less memory, more time."""
     save_steps: NonNegativeInt = 0
     """A checkpoint every so many steps, and at the end; 0: only at the end."""
     max_checkpoints: PositiveInt = 2
+    """The newest ones are kept."""
     eval_steps: NonNegativeInt = 0
     """An evaluation every so many steps; 0: never."""
     eval_samples_per_prompt: PositiveInt = 1
+    """Episodes of each evaluation example."""
 
 
 class LogConfig(Section):
@@ -276,6 +298,7 @@ class LogConfig(Section):
     run_dir: Path | None = None
     """Without it, `runs/<agent>-<date>-<time>`."""
     tensorboard: bool = True
+    """Write event files into the run directory."""
     wandb: str | None = None
     """Weights & Biases project."""
     trackio: str | None = None

@@ -45,7 +45,8 @@ class WandbSink:
 
 
 class TrackioSink:
-    """Logs to trackio; a resumed run goes on in the trackio run of the same name."""
+    """Logs to trackio; a resumed run goes on in the same trackio run, which keeps both values of a
+    step that is run again."""
 
     def __init__(self, project: str, run_dir: Path, config: Config) -> None:
         try:
@@ -54,7 +55,8 @@ class TrackioSink:
             raise _absent("trackio") from error
         self._run: Any = trackio.init(
             project=project,
-            name=run_dir.name,
+            # trackio knows a run by its name alone, and another place may hold one named the same.
+            name=f"{run_dir.name}-{_tracker_id(run_dir)}",
             config=without_secrets(config.model_dump(mode="json")),
             resume="allow",
         )
