@@ -1,0 +1,92 @@
+"""The gate before an engine: who may send, who is in flight, and why nobody may.
+
+Closed while the engine is paused or asleep, so that no request meets a weight update. Condemned
+when what the engine holds must not be sampled from: then every request is refused with the reason,
+and those in flight are ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from agentrl.errors import EngineError
+
+__all__ = ["RequestGate"]
+
+T = TypeVar("T")
+
+
+class RequestGate:
+    """Admits requests to one engine and knows those in flight."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._calls: dict[str, asyncio.Future[object]] = {}
+        self.condemned: str | None = None
+        """Why nothing may be sampled, if so."""
+
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Ids of the requests that have been sent and not answered."""
+        return tuple(self._calls)
+
+    def open(self) -> None:
+        """Let requests pass."""
+        self._open.set()
+
+    def close(self) -> None:
+        """Hold new requests back."""
+        self._open.clear()
+
+    def condemn(self, reason: str) -> None:
+        """Refuse requests, held and new, and end those in flight, until `absolve`."""
+        self.condemned = reason
+        for call in self._calls.values():
+            call.cancel()
+        self._open.set()
+
+    def absolve(self) -> None:
+        """Requests are welcome again, as soon as the gate is open."""
+        if self.condemned is not None:
+            self.condemned = None
+            self._open.clear()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+    async def enter(self) -> None:
+        """Wait until the gate is open.
+
+        Raises:
+            EngineError: the engine is condemned.
+        """
+        await self._open.wait()
+        if self.condemned is not None:
+            raise EngineError(f"the engine takes no requests: {self.condemned}")
+
+    async def run(self, request_id: str, call: Awaitable[T]) -> T:
+        """Await one request that has entered.
+
+        Raises:
+            EngineError: the engine was condemned meanwhile.
+        """
+        future = asyncio.ensure_future(call)
+        self._calls[request_id] = future  # type: ignore[assignment]
+        self._idle.clear()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.condemned is not None and not (task is not None and task.cancelling()):
+                raise EngineError(f"the request was given up: {self.condemned}") from None
+            raise
+        finally:
+            future.cancel()
+            del self._calls[request_id]
+            if not self._calls:
+                self._idle.set()

@@ -1,0 +1,144 @@
+"""One server's HTTP connection: kept alive, wide enough, and with errors that say what to do.
+
+Requests are sent again only where that is safe: the connection was never made, or the server closed
+an idle one just as a request that changes nothing was written to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from agentrl.errors import EngineError
+
+__all__ = ["EngineClient", "RequestRefusedError"]
+
+KEEPALIVE_SECONDS = 2.0
+"""Both servers run uvicorn, which closes a connection that was idle for 5 s."""
+ATTEMPTS = 3
+RETRY_PAUSE = 0.2
+
+
+class RequestRefusedError(EngineError):
+    """The server answered with an error status: it lives, and refuses this request."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineClient:
+    """JSON over HTTP to one server.
+
+    Args:
+        url: Base address.
+        max_connections: At least the number of requests that may be in flight at once.
+        limit: Seconds that one request may take, unless it names its own.
+        api_key: Sent as a bearer token.
+    """
+
+    def __init__(
+        self, url: str, *, max_connections: int, limit: float, api_key: str | None = None
+    ) -> None:
+        self.url = url
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._limit = limit
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(limit, connect=10.0, pool=None),
+            limits=httpx.Limits(
+                max_connections=max_connections,
+                max_keepalive_connections=max_connections,
+                keepalive_expiry=KEEPALIVE_SECONDS,
+            ),
+            trust_env=False,
+        )
+
+    async def get(self, path: str, *, limit: float | None = None) -> httpx.Response:
+        """GET `path`; raises EngineError as `post` does."""
+        return await self._request("GET", path, None, None, None, limit, repeatable=True)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit: float | None = None,
+        repeatable: bool = False,
+    ) -> Any:
+        """POST JSON and return the answer: parsed JSON, or None where it is none.
+
+        `repeatable` says that the request may reach the server twice without harm.
+
+        Raises:
+            RequestRefusedError: the server answered with an error status.
+            EngineError: it did not answer: dead, unreachable, or too slow.
+        """
+        content = None if body is None else json.dumps(body).encode()
+        response = await self._request(
+            "POST", path, content, params, headers, limit, repeatable=repeatable
+        )
+        kind = response.headers.get("content-type", "")
+        return response.json() if kind.startswith("application/json") else None
+
+    async def close(self) -> None:
+        """Close every connection. Requests in flight fail."""
+        await self._client.aclose()
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        params: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        limit: float | None,
+        *,
+        repeatable: bool,
+    ) -> httpx.Response:
+        limit = limit or self._limit
+        sent_headers = {"Content-Type": "application/json", **(headers or {})}
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                async with asyncio.timeout(limit):
+                    response = await self._client.request(
+                        method,
+                        path,
+                        content=content,
+                        params=dict(params or {}),
+                        headers=sent_headers,
+                        timeout=httpx.Timeout(limit, connect=10.0, pool=None),
+                    )
+            except (TimeoutError, httpx.TimeoutException) as error:
+                raise EngineError(
+                    f"{self.url}{path} did not answer within {limit:g} s: raise "
+                    "engine.request_timeout, or engine.update_timeout for a weight update"
+                ) from error
+            except httpx.TransportError as error:
+                if attempt < ATTEMPTS and self._may_repeat(error, repeatable):
+                    await asyncio.sleep(RETRY_PAUSE * attempt)
+                    continue
+                raise EngineError(
+                    f"{self.url}{path} is gone ({type(error).__name__}: {error})"
+                ) from error
+            if response.is_error:
+                raise RequestRefusedError(
+                    f"{self.url}{path} answered {response.status_code}: {response.text[:2000]}",
+                    response.status_code,
+                )
+            return response
+        raise AssertionError("every attempt returns or raises")
+
+    @staticmethod
+    def _may_repeat(error: httpx.TransportError, repeatable: bool) -> bool:
+        if isinstance(error, httpx.ConnectError):
+            return True
+        # A kept connection that the server has just closed ends like this before any answer.
+        return repeatable and isinstance(error, httpx.RemoteProtocolError)

@@ -1,0 +1,109 @@
+"""Command lines of the servers, as functions of the configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import EngineConfig
+
+__all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
+
+SGLANG_SPARE_TOKENS = 8
+"""SGLang keeps a few tokens of its context for itself; the prompt may be 6 shorter than it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command line without the port, which follows `--port`, and its environment."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def with_port(self, port: int) -> list[str]:
+        """The whole command line."""
+        return [*self.command, "--port", str(port)]
+
+
+def server_options(options: Mapping[str, Any]) -> list[str]:
+    """Options as flags: true a bare flag, false `--no-` before it, lists as several values.
+
+    >>> server_options({"enforce_eager": True, "sizes": [1, 2], "config": {"mode": 3}})
+    ['--enforce-eager', '--sizes', '1', '2', '--config', '{"mode": 3}']
+    """
+    flags: list[str] = []
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            flags += [f"--{name}", *(str(item) for item in value)]
+        elif isinstance(value, Mapping):
+            flags += [f"--{name}", json.dumps(value)]
+        else:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def vllm_launch(
+    config: EngineConfig, model: str, *, dtype: str, max_model_len: int, plugin: Path
+) -> Launch:
+    """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine."""
+    options: dict[str, Any] = {
+        "host": config.host,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "agentrl"},
+    }
+    if config.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = config.tensor_parallel_size
+    if config.data_parallel_size > 1:
+        options["data_parallel_size"] = config.data_parallel_size
+    if config.enable_sleep:
+        options["enable_sleep_mode"] = True
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.api_key is not None:
+        env["VLLM_API_KEY"] = config.api_key
+    paths = [str(plugin), config.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
+    env |= config.env | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    command = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", model]
+    return Launch((*command, *server_options(options | config.extra)), env)
+
+
+def sglang_launch(config: EngineConfig, model: str, *, dtype: str, max_model_len: int) -> Launch:
+    """Start SGLang with its metrics and the count of cached tokens."""
+    options: dict[str, Any] = {
+        "model_path": model,
+        "host": config.host,
+        "dtype": dtype,
+        "context_length": max_model_len + SGLANG_SPARE_TOKENS,
+        "max_running_requests": config.max_num_seqs,
+        "enable_metrics": True,
+        "enable_cache_report": True,
+    }
+    if config.tensor_parallel_size > 1:
+        options["tp_size"] = config.tensor_parallel_size
+    if config.data_parallel_size > 1:
+        options["dp_size"] = config.data_parallel_size
+    if config.enable_sleep:
+        options["enable_memory_saver"] = True
+        if config.sleep_level == 1:
+            options["enable_weights_cpu_backup"] = True
+    if config.api_key is not None:
+        options["api_key"] = config.api_key
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | config.env
+    command = [_python(config), "-m", "sglang.launch_server"]
+    return Launch((*command, *server_options(options | config.extra)), env)
+
+
+def _python(config: EngineConfig) -> str:
+    return str(config.python) if config.python is not None else sys.executable

@@ -1,0 +1,383 @@
+"""What engines over HTTP share; `vllm` and `sglang` say how each server is spoken to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+
+from agentrl.engines import prometheus
+from agentrl.engines.base import Engine, PauseMode, WeightSource
+from agentrl.engines.engine_stats import EngineStats, MetricNames
+from agentrl.engines.gate import RequestGate
+from agentrl.engines.http import EngineClient, RequestRefusedError
+from agentrl.engines.server import EngineServer
+from agentrl.engines.transport.base import WeightTransport
+from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
+from agentrl.errors import ContextOverflowError, EngineError
+from agentrl.types import FinishReason, Generation, SamplingParams
+
+__all__ = ["EngineLimits", "RemoteEngine", "Sampled"]
+
+logger = logging.getLogger(__name__)
+
+ABORT_SECONDS = 10.0
+DEATH_SECONDS = 1.5
+"""How long after a broken connection the end of the server process is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine is asked within."""
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    request_timeout: float = 1800.0
+    vocab_size: int | None = None
+    """With it, ids outside the vocabulary are refused here; some servers die of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An answer as the server gave it. `spans` are (version, start, end) over the tokens."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None
+    spans: Sequence[tuple[str, int, int]]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+
+class RemoteEngine(Engine, UpdatableEngine):
+    """One server: started by agentrl (`server`) or running already (`url`).
+
+    Args:
+        server: The process to start, or
+        url: the address of one that runs.
+        limits: Context, concurrency and time limits of requests.
+        transport: How weights travel when this engine is updated by itself.
+        update: How an update goes.
+        api_key: Sent with every request.
+        replicas: Data-parallel replicas inside the server, each with its own prefix cache.
+        num_weight_ranks: Processes of the server that hold weights.
+    """
+
+    metric_names: MetricNames
+
+    def __init__(
+        self,
+        *,
+        limits: EngineLimits,
+        transport: WeightTransport,
+        server: EngineServer | None = None,
+        url: str | None = None,
+        update: UpdateSettings = UpdateSettings(),  # noqa: B008
+        api_key: str | None = None,
+        replicas: int = 1,
+        num_weight_ranks: int = 1,
+    ) -> None:
+        if (server is None) == (url is None):
+            raise ValueError("an engine has either a server to start or the url of one")
+        self.server = server
+        self.replicas = replicas
+        self._url = url or ""
+        self._limits = limits
+        self._transport = transport
+        self._update = update
+        self._api_key = api_key
+        self._num_weight_ranks = num_weight_ranks
+        self._incarnation = 0
+        self._version = 0
+        self._asleep: set[str] = set()
+        self._gate = RequestGate()
+        self._stats = EngineStats(self.metric_names)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._connection: EngineClient | None = None
+        self._closed = False
+
+    @property
+    def weight_version(self) -> int:
+        """The policy version that the next token is sampled from."""
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and response together, that one request may hold."""
+        return self._limits.max_model_len
+
+    @property
+    def label(self) -> str:
+        """The server's name, or its address."""
+        return self.server.name if self.server is not None else self._url
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """Processes of the server that hold weights and join a process group."""
+        return self._num_weight_ranks
+
+    @property
+    def incarnation(self) -> int:
+        """How often the server has been started."""
+        return self._incarnation
+
+    @property
+    def dead(self) -> bool:
+        """True when the server's process has ended by itself."""
+        return self.server is not None and self.server.died.is_set()
+
+    @property
+    def condemned(self) -> str | None:
+        """Why requests are refused, if they are."""
+        return self._gate.condemned
+
+    async def start(self) -> None:
+        """Start the server, if it is ours, and connect."""
+        if self.server is not None:
+            await self.server.start()
+        await self._connect()
+        await self._label(self._version)
+        self._gate.open()
+
+    async def restart(self) -> None:
+        """Start a dead server again. It holds the weights it first had: older ones are refused."""
+        assert self.server is not None
+        self._gate.close()
+        await self.server.restart()
+        await self._connect()
+        self._stats.forget_server()
+        self._asleep.clear()
+        await self._label(self._version)
+        if self._version != 0:
+            self._gate.condemn("its server was started again and does not hold the newest weights")
+        else:
+            self._gate.absolve()
+            self._gate.open()
+
+    async def close(self) -> None:
+        """End the server, if it is ours, and every request."""
+        self._closed = True
+        self._gate.condemn("it is closed")
+        for abort in tuple(self._aborts):
+            abort.cancel()
+        await self._transport.close()
+        if self._connection is not None:
+            await self._connection.close()
+        if self.server is not None:
+            await self.server.stop()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        rollout_id: str = "",
+        group_id: str = "",
+        replica: int | None = None,
+    ) -> Generation:
+        """Sample a continuation; see `Engine.generate`. `replica` picks a data-parallel replica."""
+        self._check(token_ids, params)
+        await self._gate.enter()
+        request_id = uuid.uuid4().hex
+        started = time.monotonic()
+        try:
+            call = self._sample(token_ids, params, request_id, replica)
+            sampled = await self._gate.run(request_id, call)
+            generation = self._generation(sampled, params)
+        except asyncio.CancelledError:
+            self._abort_later(request_id)
+            raise
+        except EngineError as error:
+            self._abort_later(request_id)
+            self._stats.record_failure(timeout=isinstance(error.__cause__, TimeoutError))
+            raise await self._explained(error) from error
+        self._stats.record(len(token_ids), generation, time.monotonic() - started)
+        return generation
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sampling; see `Engine.pause`."""
+        await self.refresh_stats()
+        self._gate.close()
+        if mode == "wait":
+            await self._gate.wait_idle()
+        await self._pause(mode)
+
+    async def resume(self) -> None:
+        """Go on sampling.
+
+        Raises:
+            EngineError: what the engine holds must not be sampled from.
+        """
+        if self._gate.condemned is not None:
+            raise EngineError(f"{self.label} cannot go on: {self._gate.condemned}")
+        if not self._asleep:
+            await self._resume()
+            self._gate.open()
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Replace the weights of this engine; see `weight_update`."""
+        await update_weights([self], source, self._transport, self._update)
+
+    async def set_version(self, version: int) -> None:
+        """Label every token from now on; the engine holds whole weights again."""
+        await self._label(version)
+        self._version = version
+        self._gate.absolve()
+
+    async def condemn(self, reason: str) -> None:
+        """Refuse requests, and fail those in flight, until an update succeeds."""
+        self._gate.condemn(reason)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give device memory back when the requests in flight have ended; see `Engine.sleep`."""
+        self._gate.close()
+        await self._gate.wait_idle()
+        await self._sleep(level)
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self._gate.condemn("its weights were dropped by sleep level 2")
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take device memory again; requests pass when everything is back.
+
+        Raises:
+            EngineError: the cache is asked for while the weights are still away.
+        """
+        wanted = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self._asleep]
+        if "weights" in self._asleep and wanted == ["kv_cache"]:
+            raise EngineError("wake the weights, load them, and only then wake the kv_cache")
+        for tag in wanted:
+            await self._wake(tag)
+            self._asleep.discard(tag)
+        if not self._asleep and self._gate.condemned is None:
+            await self.resume()
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the last call; the server's own are as of the last pause or refresh."""
+        return self._stats.take()
+
+    async def refresh_stats(self) -> None:
+        """Read the server's metrics now. A pause does it too."""
+        with contextlib.suppress(EngineError):  # an external server may not offer them
+            text = (await self._client.get("/metrics")).text
+            self._stats.record_server(prometheus.parse(text))
+
+    @abstractmethod
+    def _refuse_unsupported(self, params: SamplingParams) -> None:
+        """Raise EngineError for what this kind of server would sample differently."""
+
+    @abstractmethod
+    async def _sample(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+    ) -> Sampled:
+        """Send one request."""
+
+    @abstractmethod
+    async def _abort(self, request_id: str) -> None:
+        """End one request on the server."""
+
+    @abstractmethod
+    async def _pause(self, mode: PauseMode) -> None: ...
+
+    @abstractmethod
+    async def _resume(self) -> None: ...
+
+    @abstractmethod
+    async def _label(self, version: int) -> None: ...
+
+    @abstractmethod
+    async def _sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    async def _wake(self, tag: str) -> None: ...
+
+    @property
+    def _client(self) -> EngineClient:
+        if self._connection is None:
+            raise EngineError(f"{self.label} is used before start()")
+        return self._connection
+
+    async def _connect(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+        if self.server is not None:
+            self._url = self.server.url
+        self._incarnation += 1
+        self._connection = EngineClient(
+            self._url,
+            max_connections=2 * self._limits.max_num_seqs + 1024,
+            limit=self._limits.request_timeout,
+            api_key=self._api_key,
+        )
+
+    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        total = len(token_ids) + params.max_new_tokens
+        if total > self.max_model_len:
+            raise ContextOverflowError(
+                f"{len(token_ids)} prompt tokens and {params.max_new_tokens} new ones do not fit "
+                f"engine.max_model_len {self.max_model_len}"
+            )
+        if len(token_ids) == 0:
+            raise EngineError("the prompt has no tokens: give at least one")
+        vocab_size = self._limits.vocab_size
+        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
+            raise EngineError(
+                f"the prompt holds ids outside the vocabulary (0 to {(vocab_size or 0) - 1}): "
+                "is the tokenizer another model's?"
+            )
+        self._refuse_unsupported(params)
+
+    def _generation(self, sampled: Sampled, params: SamplingParams) -> Generation:
+        ids = sampled.token_ids
+        if sampled.finish_reason == "stop" and (not ids or ids[-1] not in params.stop_token_ids):
+            raise EngineError(
+                f"{self.label} ended a turn at token {ids[-1] if ids else None}, which is not in "
+                "stop_token_ids: add it there, since the engine always stops at it"
+            )
+        versions = np.full(len(ids), -1, dtype=np.int32)
+        for version, start, end in sampled.spans:
+            versions[start:end] = int(version)
+        if (versions < 0).any():
+            raise EngineError(f"{self.label} does not say which weights sampled each token")
+        if params.logprobs and (sampled.logprobs is None or len(sampled.logprobs) != len(ids)):
+            raise EngineError(f"{self.label} left out log-probabilities that were asked for")
+        return Generation(
+            token_ids=np.asarray(ids, dtype=np.int32),
+            logprobs=np.asarray(sampled.logprobs, np.float32) if params.logprobs else None,
+            weight_versions=versions,
+            finish_reason=sampled.finish_reason,
+            cached_tokens=sampled.cached_tokens,
+        )
+
+    async def _explained(self, error: EngineError) -> EngineError:
+        """The same error, or that the server has died if that is what it comes from."""
+        broken = isinstance(error.__cause__, httpx.TransportError)
+        if isinstance(error, RequestRefusedError):
+            broken = error.status >= httpx.codes.INTERNAL_SERVER_ERROR
+        if self.server is None or not broken:
+            return error
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.server.died.wait(), DEATH_SECONDS)
+        return EngineError(self.server.describe_death()) if self.dead else error
+
+    def _abort_later(self, request_id: str) -> None:
+        """End the request on the server without waiting for it, unless there is no server."""
+        if self.dead or self._closed:
+            return
+        task = asyncio.create_task(self._try_abort(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _try_abort(self, request_id: str) -> None:
+        try:
+            async with asyncio.timeout(ABORT_SECONDS):
+                await self._abort(request_id)
+        except (EngineError, TimeoutError) as error:
+            logger.debug("request %s was not aborted: %s", request_id, error)

@@ -1,0 +1,211 @@
+"""SGLang, spoken to over its native routes (0.5.17 and later).
+
+What it does differently: an id outside the vocabulary ends the server, so ids are checked before;
+its own end-of-sequence tokens always end a turn; log-probabilities are those before top-p and
+top-k, so that asking for them together with either is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+
+from agentrl.engines.base import PauseMode
+from agentrl.engines.engine_stats import MetricNames
+from agentrl.engines.http import RequestRefusedError
+from agentrl.engines.remote import RemoteEngine, Sampled
+from agentrl.engines.transport.base import GroupAddress
+from agentrl.engines.transport.buckets import TensorSpec
+from agentrl.engines.transport.shared_memory import SharedBuffer, share
+from agentrl.errors import EngineError
+from agentrl.types import SamplingParams
+
+__all__ = ["SGLangEngine"]
+
+# Whoever updates decides itself what happens to requests and to the cache.
+UNTOUCHED = {"flush_cache": False, "abort_all_requests": False}
+
+
+class SGLangEngine(RemoteEngine):
+    """One SGLang server; see `RemoteEngine`."""
+
+    metric_names = MetricNames(
+        ttft="sglang:time_to_first_token_seconds",
+        tpot="sglang:request_time_per_output_token_seconds",
+        kv_usage="sglang:token_usage",
+        preemptions="sglang:num_retracted_requests_total",
+    )
+
+    async def load_folder(self, folder: Path) -> None:
+        """Reload from safetensors."""
+        body = {"model_path": str(folder), **UNTOUCHED}
+        await self._client.post("/update_weights_from_disk", body)
+
+    async def begin_update(self) -> None:
+        """Open an update, where the server knows sessions; one left open is closed first."""
+        try:
+            await self._client.post("/begin_weight_update", {"selector": "all"})
+        except RequestRefusedError as error:
+            if error.status == httpx.codes.NOT_FOUND:
+                return
+            await self._client.post("/end_weight_update", {})
+            await self._client.post("/begin_weight_update", {"selector": "all"})
+
+    async def end_update(self) -> None:
+        """Close the update."""
+        try:
+            await self._client.post("/end_weight_update", {})
+        except RequestRefusedError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
+
+    async def join_group(self, group: GroupAddress, rank_offset: int) -> None:
+        """Have every tensor-parallel rank join."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._client.post("/init_weights_update_group", body)
+
+    async def leave_group(self, name: str) -> None:
+        """Have every rank leave."""
+        await self._client.post("/destroy_weights_update_group", {"group_name": name})
+
+    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
+        """Have every rank take part in one broadcast."""
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            **UNTOUCHED,
+        }
+        await self._client.post("/update_weights_from_distributed", body)
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
+        """Have every rank read the buffer."""
+        metadata = []
+        start = 0
+        for spec in specs:
+            end = start + spec.nbytes
+            metadata.append(
+                SimpleNamespace(
+                    name=spec.name,
+                    shape=spec.shape,
+                    dtype=getattr(torch, spec.dtype),
+                    start_idx=start,
+                    end_idx=end,
+                    numel=spec.nbytes,
+                )
+            )
+            start = end
+        bucket = share({"flattened_tensor": buffer.flat[:start], "metadata": metadata})
+        body = {
+            "serialized_named_tensors": [bucket] * self.num_weight_ranks,
+            "load_format": "flattened_bucket",
+            **UNTOUCHED,
+        }
+        await self._client.post("/update_weights_from_tensor", body)
+
+    async def checksums(self) -> Mapping[str, str]:
+        """A hash of each parameter, by rank and name."""
+        answer = await self._client.post("/weights_checker", {"action": "checksum"})
+        return {
+            f"rank{rank}:{name}": value
+            for rank, payload in enumerate(answer["ranks"])
+            for name, value in payload["checksums"].items()
+        }
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Requests that stand in the way are ended with their tokens.
+
+        Raises:
+            EngineError: the server still holds some.
+        """
+        try:
+            await self._client.post("/flush_cache", repeatable=True)
+        except RequestRefusedError:
+            await self._client.post("/abort_request", {"abort_all": True})
+            await self._gate.wait_idle()
+            await self._client.post("/flush_cache", repeatable=True)
+
+    def _refuse_unsupported(self, params: SamplingParams) -> None:
+        if params.logprobs and (params.top_p < 1 or params.top_k > 0):
+            raise EngineError(
+                "SGLang gives log-probabilities before top-p and top-k: sample with top_p 1 and "
+                "top_k 0, or have the learner compute them and ask the engine for none"
+            )
+
+    async def _sample(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+    ) -> Sampled:
+        body: dict[str, Any] = {
+            "rid": request_id,
+            "input_ids": [int(token) for token in token_ids],
+            "sampling_params": _sampling_params(params),
+            "return_logprob": params.logprobs,
+            "logprob_start_len": -1,  # 0 would switch the prefix cache off
+            # Prefixes of other weights have another key: they can never be found by mistake.
+            "extra_key": f"v{self._version}",
+        }
+        if replica is not None:
+            body["routed_dp_rank"] = replica
+        answer = await self._client.post("/generate", body, repeatable=True)
+        meta = answer["meta_info"]
+        entries = meta.get("output_token_logprobs")
+        return Sampled(
+            token_ids=answer["output_ids"],
+            logprobs=[entry[0] for entry in entries] if entries is not None else None,
+            spans=[(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions") or []],
+            finish_reason=meta["finish_reason"]["type"],
+            cached_tokens=meta["cached_tokens"],
+        )
+
+    async def _abort(self, request_id: str) -> None:
+        await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        # Held requests give their cache back, so that it can be flushed; under `wait` there are
+        # none.
+        native = "abort" if mode == "abort" else "retract"
+        await self._client.post("/pause_generation", {"mode": native})
+
+    async def _resume(self) -> None:
+        await self._client.post("/continue_generation", {})
+
+    async def _label(self, version: int) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._client.post("/update_weight_version", body, repeatable=True)
+
+    async def _sleep(self, level: int) -> None:
+        # Whether weights are kept on the host is decided when the server starts.
+        await self._client.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def _wake(self, tag: str) -> None:
+        await self._client.post("/resume_memory_occupation", {"tags": [tag]})
+
+
+def _sampling_params(params: SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": params.min_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "stop_token_ids": list(params.stop_token_ids),
+        # The flag would switch stop_token_ids off as well.
+        "ignore_eos": not params.stop_token_ids,
+    }
+    if params.seed is not None:
+        fields["sampling_seed"] = params.seed
+    return fields

@@ -1,0 +1,1 @@
+"""How weights travel from the learner into engines: one interface, several ways."""

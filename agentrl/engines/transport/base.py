@@ -1,0 +1,109 @@
+"""What a weight transport is, and what it asks of an engine.
+
+A transport moves the buckets of one version into a set of receivers. It knows nothing of pausing,
+caches, versions and time limits: `agentrl.engines.weight_update` keeps the order and cancels what
+takes too long. A transfer that fails or is cancelled leaves the transport able to try again; what
+the receivers hold then is not defined.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.engines.transport.buckets import Bucket, TensorSpec
+from agentrl.engines.transport.shared_memory import SharedBuffer
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["GroupAddress", "WeightReceiver", "WeightTransport"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where the process group of a transfer meets. The learner is rank 0."""
+
+    name: str
+    backend: str
+    host: str
+    port: int
+    world_size: int
+    timeout: float
+    """Seconds that one collective may take."""
+
+
+class WeightReceiver(ABC):
+    """An engine as a transport sees it. Every method raises EngineError when it fails."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Names the engine in messages."""
+
+    @property
+    @abstractmethod
+    def num_weight_ranks(self) -> int:
+        """Processes of the engine that hold weights and join a process group."""
+
+    @property
+    @abstractmethod
+    def incarnation(self) -> int:
+        """A number that changes when the engine is started again and has forgotten everything."""
+
+    @abstractmethod
+    async def load_folder(self, folder: Path) -> None:
+        """Load safetensors from a folder that the server can read."""
+
+    @abstractmethod
+    async def begin_update(self) -> None:
+        """Open an update; one left open by a failed transfer is closed first."""
+
+    @abstractmethod
+    async def end_update(self) -> None:
+        """Close the update: the engine finishes what it does after loading."""
+
+    @abstractmethod
+    async def join_group(self, group: GroupAddress, rank_offset: int) -> None:
+        """Join a process group with ranks `rank_offset .. rank_offset + num_weight_ranks`."""
+
+    @abstractmethod
+    async def leave_group(self, name: str) -> None:
+        """Leave a process group."""
+
+    @abstractmethod
+    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
+        """Take part in one broadcast of a bucket and load it."""
+
+    @abstractmethod
+    async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
+        """Load a bucket out of memory that this host shares."""
+
+    @abstractmethod
+    async def checksums(self) -> Mapping[str, str]:
+        """Checksums of the weights as the engine holds them, by the engine's own names."""
+
+
+class WeightTransport(ABC):
+    """One way of moving weights."""
+
+    name: str
+
+    @abstractmethod
+    async def send(
+        self,
+        receivers: Sequence[WeightReceiver],
+        buckets: AsyncIterator[Bucket],
+        version: int,
+    ) -> None:
+        """Bring every bucket into every receiver.
+
+        Raises:
+            EngineError: a receiver failed.
+        """
+
+    async def close(self) -> None:
+        """Free what the transport holds. Safe to call twice."""

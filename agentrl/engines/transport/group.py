@@ -1,0 +1,163 @@
+"""Weights by broadcast in a process group of its own: `gloo` between hosts, `nccl` between GPUs.
+
+The learner's rank 0 is rank 0 of the group, every engine process another rank. Each bucket is one
+broadcast of bytes. The group is made at the first transfer, made anew when the set of engines
+changes, and torn down when a transfer fails, which also ends what the other side still waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from agentrl.engines.server import free_port
+from agentrl.engines.transport.base import GroupAddress, WeightReceiver, WeightTransport
+from agentrl.engines.transport.buckets import Bucket
+from agentrl.errors import EngineError
+
+__all__ = ["GroupTransport", "new_group"]
+
+_numbers = itertools.count()
+
+
+def new_group(address: GroupAddress, rank: int) -> dist.ProcessGroup:
+    """Join a process group that is independent of the default one.
+
+    `torch.distributed` makes groups only out of members of the default group, which learner and
+    engines do not share; its own helper makes one out of any store. Both sides prefix the store
+    with the group's name, as SGLang does.
+    """
+    limit = timedelta(seconds=address.timeout)
+    store = TCPStore(
+        address.host,
+        address.port,
+        address.world_size,
+        is_master=rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    group: dist.ProcessGroup = c10d._new_process_group_helper(
+        address.world_size,
+        rank,
+        [],
+        dist.Backend(address.backend),
+        c10d.PrefixStore(address.name, store),
+        group_name=c10d.GroupName(address.name),
+        timeout=limit,
+    )[0]
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(address.world_size)}
+    return group
+
+
+class GroupTransport(WeightTransport):
+    """Broadcasts buckets over `gloo` or `nccl`.
+
+    Args:
+        backend: `nccl` needs the weights on a GPU, and no engine on the learner's own GPU: NCCL
+            refuses two ranks on one device.
+        host: An address of this process that every engine can reach.
+        timeout: Seconds that one collective may take.
+    """
+
+    def __init__(
+        self, backend: Literal["gloo", "nccl"], *, host: str = "127.0.0.1", timeout: float = 600.0
+    ) -> None:
+        self.name = backend
+        self._backend = backend
+        self._host = host
+        self._timeout = timeout
+        self._address: GroupAddress | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._members: tuple[tuple[WeightReceiver, int], ...] = ()
+
+    async def send(
+        self,
+        receivers: Sequence[WeightReceiver],
+        buckets: AsyncIterator[Bucket],
+        version: int,
+    ) -> None:
+        """See `WeightTransport.send`."""
+        try:
+            if self._group is None or self._members != _with_incarnations(receivers):
+                await self._connect(receivers)
+            await _all(receiver.begin_update() for receiver in receivers)
+            async for bucket in buckets:
+                await self._broadcast(bucket, receivers)
+            await _all(receiver.end_update() for receiver in receivers)
+        except BaseException:
+            self._tear_down()
+            raise
+
+    async def close(self) -> None:
+        """Leave the group."""
+        address, members = self._address, self._members
+        self._tear_down()
+        if address is not None:
+            leaving = (member.leave_group(address.name) for member, _ in members)
+            await asyncio.gather(*leaving, return_exceptions=True)  # some may be gone already
+
+    async def _connect(self, receivers: Sequence[WeightReceiver]) -> None:
+        await self.close()
+        ranks = [receiver.num_weight_ranks for receiver in receivers]
+        offsets = itertools.accumulate(ranks, initial=1)
+        address = GroupAddress(
+            name=f"agentrl-weights-{next(_numbers)}",
+            backend=self._backend,
+            host=self._host,
+            port=free_port(self._host),
+            world_size=1 + sum(ranks),
+            timeout=self._timeout,
+        )
+        joining = [r.join_group(address, o) for r, o in zip(receivers, offsets, strict=False)]
+        mine = asyncio.to_thread(new_group, address, 0)
+        self._group = (await _all([mine, *joining]))[0]
+        self._address, self._members = address, _with_incarnations(receivers)
+
+    async def _broadcast(self, bucket: Bucket, receivers: Sequence[WeightReceiver]) -> None:
+        assert self._address is not None
+        name = self._address.name
+        receiving = [r.receive_broadcast(bucket.specs, name) for r in receivers]
+        flat = bucket.flat.cpu() if self._backend == "gloo" else bucket.flat
+        await _all([asyncio.to_thread(self._send_bytes, flat), *receiving])
+
+    def _send_bytes(self, flat: torch.Tensor) -> None:
+        assert self._group is not None
+        try:
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)
+            dist.broadcast(flat, src=0, group=self._group)
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)
+        except RuntimeError as error:
+            raise EngineError(f"the broadcast of weights failed ({error})") from error
+
+    def _tear_down(self) -> None:
+        group, self._group, self._address, self._members = self._group, None, None, ()
+        if group is not None:
+            group.abort()
+            dist.destroy_process_group(group)
+
+
+def _with_incarnations(
+    receivers: Sequence[WeightReceiver],
+) -> tuple[tuple[WeightReceiver, int], ...]:
+    return tuple((receiver, receiver.incarnation) for receiver in receivers)
+
+
+async def _all(coroutines: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Run together; the first failure cancels the others at once and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise

@@ -1,0 +1,196 @@
+"""vLLM, spoken to over its token and weight routes (0.26 and later).
+
+The server needs `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, processed log-probabilities, and
+for every transport but `disk` the plugin of `vllm_plugin.py`; `launch.vllm_launch` gives all that.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.engines import launch
+from agentrl.engines.base import PauseMode
+from agentrl.engines.engine_stats import MetricNames
+from agentrl.engines.http import RequestRefusedError
+from agentrl.engines.remote import RemoteEngine, Sampled
+from agentrl.engines.transport.base import GroupAddress
+from agentrl.engines.transport.buckets import TensorSpec
+from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
+from agentrl.errors import EngineError
+from agentrl.types import SamplingParams
+
+__all__ = ["VLLMEngine", "install_plugin"]
+
+PLUGIN = "agentrl_vllm_plugin"
+ID_PREFIX = "generate-tokens-"
+"""vLLM puts it before the ids of requests that came in as tokens."""
+
+
+def install_plugin(folder: Path) -> Path:
+    """Write the plugin as an installed distribution; returns the folder for PYTHONPATH.
+
+    vLLM finds plugins by the entry points of distributions. The server may run in an environment
+    without agentrl, so one file and its metadata are put where only the server looks.
+    """
+    metadata = folder / f"{PLUGIN}-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(Path(launch.__file__).with_name("vllm_plugin.py"), folder / f"{PLUGIN}.py")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    entry = f"[vllm.general_plugins]\nagentrl = {PLUGIN}:register\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    return folder
+
+
+class VLLMEngine(RemoteEngine):
+    """One vLLM server; see `RemoteEngine`."""
+
+    metric_names = MetricNames(
+        ttft="vllm:time_to_first_token_seconds",
+        tpot="vllm:request_time_per_output_token_seconds",
+        kv_usage="vllm:kv_cache_usage_perc",
+        preemptions="vllm:num_preemptions_total",
+    )
+
+    async def load_folder(self, folder: Path) -> None:
+        """Reload from safetensors."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._client.post("/collective_rpc", call)
+
+    async def begin_update(self) -> None:
+        """Open an update; one that a failure left open is closed first."""
+        try:
+            await self._client.post("/start_weight_update")
+        except RequestRefusedError:
+            await self._client.post("/finish_weight_update", {})
+            await self._client.post("/start_weight_update")
+
+    async def end_update(self) -> None:
+        """Close the update."""
+        await self._client.post("/finish_weight_update", {})
+
+    async def join_group(self, group: GroupAddress, rank_offset: int) -> None:
+        """Have every worker join."""
+        info = {
+            "name": group.name,
+            "backend": group.backend,
+            "host": group.host,
+            "port": group.port,
+            "world_size": group.world_size,
+            "rank_offset": rank_offset,
+            "timeout": group.timeout,
+        }
+        await self._client.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def leave_group(self, name: str) -> None:
+        """Have every worker leave."""
+        info = {"name": name, "leave": True}
+        await self._client.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
+        """Have every worker take part in one broadcast."""
+        await self._receive(specs, {"group": group})
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
+        """Have every worker read the buffer, which it opens once."""
+        memory = {"name": buffer.name, "handle": share_parts(buffer.flat)}
+        await self._receive(specs, {"memory": memory})
+
+    async def checksums(self) -> Mapping[str, str]:
+        """SHA-256 of each parameter, by worker and name. Layers packed for a CPU count as empty."""
+        answer = await self._client.post("/weight_checker", {"action": "checksum"})
+        checksums: Mapping[str, str] = answer["checksums"]
+        return checksums
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix; requests in flight compute theirs again.
+
+        Raises:
+            EngineError: the server still holds some.
+        """
+        answer = await self._client.post(
+            "/reset_prefix_cache", params={"reset_running_requests": "true"}, repeatable=True
+        )
+        if answer is not None and not answer["success"]:
+            raise EngineError(f"{self.label} did not drop its prefix cache: update again")
+
+    async def _receive(self, specs: Sequence[TensorSpec], source: Mapping[str, Any]) -> None:
+        info = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            **source,
+        }
+        await self._client.post("/update_weights", {"update_info": info})
+
+    def _refuse_unsupported(self, params: SamplingParams) -> None:
+        """vLLM samples everything that `SamplingParams` can say."""
+
+    async def _sample(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+    ) -> Sampled:
+        body = {
+            "request_id": request_id,
+            "token_ids": [int(token) for token in token_ids],
+            "sampling_params": _sampling_params(params),
+            # Prefixes of other weights have another salt: they can never be found by mistake.
+            "cache_salt": f"v{self._version}",
+        }
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        path = "/inference/v1/generate"
+        answer = await self._client.post(path, body, headers=headers, repeatable=True)
+        choice = answer["choices"][0]
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return Sampled(
+            token_ids=choice["token_ids"] or [],
+            logprobs=_logprobs(choice["logprobs"]),
+            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
+            finish_reason=choice["finish_reason"],
+            cached_tokens=details.get("cached_tokens") or 0,
+        )
+
+    async def _abort(self, request_id: str) -> None:
+        body = {"request_ids": [ID_PREFIX + request_id]}
+        await self._client.post("/abort_requests", body, repeatable=True)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._client.post("/pause", params={"mode": mode, "clear_cache": "false"})
+
+    async def _resume(self) -> None:
+        await self._client.post("/resume", repeatable=True)
+
+    async def _label(self, version: int) -> None:
+        body = {"new_version": str(version)}
+        await self._client.post("/update_weight_version", body, repeatable=True)
+
+    async def _sleep(self, level: int) -> None:
+        await self._client.post("/sleep", params={"level": level})
+
+    async def _wake(self, tag: str) -> None:
+        await self._client.post("/wake_up", params={"tags": tag})
+
+
+def _sampling_params(params: SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "max_tokens": params.max_new_tokens,
+        "min_tokens": params.min_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,  # only stop_token_ids end a turn
+        "detokenize": False,
+    }
+    if params.logprobs:
+        fields["logprobs"] = 0  # of the sampled token, and of no other
+    if params.seed is not None:
+        fields["seed"] = params.seed
+    return fields
+
+
+def _logprobs(answer: Mapping[str, Any] | None) -> list[float] | None:
+    if answer is None or answer["content"] is None:
+        return None
+    return [entry["logprob"] for entry in answer["content"]]

@@ -1,0 +1,169 @@
+"""Runs inside vLLM: receives weights over a torch process group or out of shared memory.
+
+vLLM finds it as a plugin (`vllm.general_plugins`), so this file is copied alone into a folder on
+the server's PYTHONPATH (see `agentrl.engines.vllm.install_plugin`). It may import torch and vLLM,
+and nothing of agentrl. The learner's side is `agentrl.engines.transport`.
+"""
+
+# mypy: ignore-errors
+# vLLM is not installed where types are checked.
+
+from __future__ import annotations
+
+import base64
+import pickle
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+BACKEND = "agentrl"
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, WeightEngine)
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """The process group to join, or to leave."""
+
+    name: str
+    backend: str = ""
+    host: str = ""
+    port: int = 0
+    world_size: int = 0
+    rank_offset: int = 0
+    timeout: float = 0.0
+    leave: bool = False
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket: what is in it, and the group or the memory that it comes through."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group: str | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+    """Receives flat buckets and loads their tensors through the model's own loaders."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join the group, or leave it."""
+        if init_info.leave:
+            self._leave(init_info.name)
+            return
+        for name in list(self._groups):
+            self._leave(name)  # the learner has left it: a transfer had failed
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._groups[init_info.name] = _join(init_info, init_info.rank_offset + rank)
+
+    def start_weight_update(self) -> None:
+        """Let the layers take weights again; on a CPU they are packed after loading."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one bucket and load it."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """See `update_weights`."""
+        dtypes = [getattr(torch, name) for name in update_info.dtypes]
+        counts = [torch.Size(shape).numel() for shape in update_info.shapes]
+        sizes = [n * dtype.itemsize for n, dtype in zip(counts, dtypes, strict=True)]
+        flat = self._receive(update_info, sum(sizes))
+        parts = flat.split(sizes)
+        fields = zip(update_info.names, dtypes, update_info.shapes, parts, strict=True)
+        self.model.load_weights(
+            (name, part.view(dtype).view(shape)) for name, dtype, shape, part in fields
+        )
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave every group and close every shared memory."""
+        for name in list(self._groups):
+            self._leave(name)
+        self._opened.clear()
+
+    def _receive(self, info: BucketInfo, nbytes: int) -> torch.Tensor:
+        if info.group is not None:
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            dist.broadcast(flat, src=0, group=self._groups[info.group])
+            return flat
+        # A layer keeps its tensors until all of them are there, and the memory is written again
+        # for a later bucket: hence the copy.
+        return self._open(info.memory)[:nbytes].to(self.device, copy=True)
+
+    def _open(self, memory: dict[str, Any]) -> torch.Tensor:
+        """The whole of a shared memory, opened once and kept."""
+        name = memory["name"]
+        if name not in self._opened:
+            self._opened[name] = _open_shared(memory["handle"])
+        return self._opened[name]
+
+    def _leave(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _join(info: GroupInfo, rank: int) -> dist.ProcessGroup:
+    limit = timedelta(seconds=info.timeout)
+    store = dist.TCPStore(
+        info.host, info.port, info.world_size, False, limit, wait_for_workers=False
+    )
+    group, _ = c10d._new_process_group_helper(
+        info.world_size,
+        rank,
+        [],
+        dist.Backend(info.backend),
+        dist.PrefixStore(info.name, store),
+        group_name=info.name,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(info.world_size)}
+    return group
+
+
+def _open_shared(handle: str) -> torch.Tensor:
+    rebuild, arguments = pickle.loads(base64.b64decode(handle))
+    if rebuild.__name__ == "rebuild_cuda_tensor":
+        # The number of a device may differ between processes, its uuid does not.
+        uuids = [
+            str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+        ]
+        arguments = (*arguments[:6], uuids.index(arguments[6]), *arguments[7:])
+    return rebuild(*arguments)

@@ -1,0 +1,113 @@
+"""The one order in which weights are replaced, for one engine or for many at once.
+
+    pause -> transfer -> forget every cached prefix -> set the version -> resume
+
+Nothing is sampled between the first and the last step. A failure before the transfer leaves the old
+weights in use; a failure after its beginning leaves the engines refusing requests until an update
+succeeds, because what they hold is neither the old version nor the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.engines.base import PauseMode, WeightSource
+from agentrl.engines.transport.base import WeightReceiver, WeightTransport
+from agentrl.engines.transport.buckets import BucketStream
+from agentrl.errors import EngineError
+
+__all__ = ["UpdatableEngine", "UpdateSettings", "update_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """How an update goes; the fields are those of the configuration's section `engine`."""
+
+    pause_mode: PauseMode = "keep"
+    bucket_bytes: int = 512 << 20
+    timeout: float = 600.0
+    """Seconds for the transfer."""
+
+
+class UpdatableEngine(WeightReceiver):
+    """The steps of an update that an engine offers. Each raises EngineError when it fails."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sampling; requests in flight are treated as `mode` says."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on sampling."""
+
+    @abstractmethod
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix, also those of requests that are held."""
+
+    @abstractmethod
+    async def set_version(self, version: int) -> None:
+        """Label every token sampled from now on with `version`."""
+
+    @abstractmethod
+    async def condemn(self, reason: str) -> None:
+        """Refuse requests, and fail those in flight, until an update succeeds."""
+
+
+async def update_weights(
+    engines: Sequence[UpdatableEngine],
+    source: WeightSource,
+    transport: WeightTransport,
+    settings: UpdateSettings,
+) -> None:
+    """Bring `source` into every engine; see the module for order and failures.
+
+    The source is drawn once, to its end, whatever happens: it is a collective of learner ranks.
+
+    Raises:
+        EngineError: an engine failed, or the transfer took longer than `settings.timeout` seconds.
+    """
+    stream = BucketStream(source, settings.bucket_bytes)
+    try:
+        await _pause_all(engines, settings)
+        try:
+            await _replace(engines, source, stream, transport, settings)
+        except BaseException as error:
+            reason = f"its update to version {source.version} failed ({error})"
+            await asyncio.gather(*(engine.condemn(reason) for engine in engines))
+            raise
+        await asyncio.gather(*(engine.resume() for engine in engines))
+    finally:
+        await stream.finish()
+
+
+async def _pause_all(engines: Sequence[UpdatableEngine], settings: UpdateSettings) -> None:
+    results = await asyncio.gather(
+        *(engine.pause(settings.pause_mode) for engine in engines), return_exceptions=True
+    )
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        paused = [e for e, r in zip(engines, results, strict=True) if r is None]
+        await asyncio.gather(*(engine.resume() for engine in paused))
+        raise failures[0]
+
+
+async def _replace(
+    engines: Sequence[UpdatableEngine],
+    source: WeightSource,
+    stream: BucketStream,
+    transport: WeightTransport,
+    settings: UpdateSettings,
+) -> None:
+    try:
+        async with asyncio.timeout(settings.timeout):
+            await transport.send(engines, aiter(stream), source.version)
+    except TimeoutError as error:
+        raise EngineError(
+            f"the weights of version {source.version} did not arrive by {transport.name} within "
+            f"{settings.timeout:g} s: raise engine.update_timeout, or try another engine.transport"
+        ) from error
+    await asyncio.gather(*(engine.flush_cache() for engine in engines))
+    await asyncio.gather(*(engine.set_version(source.version) for engine in engines))
