@@ -1,0 +1,323 @@
+"""Runs many episodes at once and gives them back as groups.
+
+Each member of a group is one episode, each episode one asyncio task; there is no barrier between
+turns. Invariants: results are formed by group id and sorted by rollout_id, whatever the timing;
+a failed attempt is a typed outcome with its traceback, run again with a fresh instance and another
+seed under the same rollout_id, then dropped and counted; an error of the scheduler itself or of
+the run's settings ends the run at once. The one broad `except` of agentrl is `_episode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from agentrl.config import RolloutConfig
+from agentrl.engines.base import Engine
+from agentrl.errors import AgentError, AgentRLError, AgentTimeoutError, EngineError, UsageError
+from agentrl.executors.base import AgentExecutor
+from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
+from agentrl.executors.llm import LLM
+from agentrl.types import SamplingParams, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.chat import ChatFormat
+
+__all__ = ["RolloutScheduler"]
+
+logger = logging.getLogger(__name__)
+
+BREAKER_LIMIT = 32
+"""So many members failing before any episode completed say that no episode ever will."""
+
+CANCEL_GRACE = 5.0
+"""Seconds beyond `rollout.close_timeout` that a cancelled episode has to end."""
+
+SEED_STRIDE = 1 << 32
+"""Keeps the seeds of later attempts apart from every seed that a user sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    request: GroupRequest
+    rollout_id: str
+
+
+class RolloutScheduler:
+    """Samples groups of episodes with bounded concurrency.
+
+    Args:
+        executor: runs one episode; shared by all.
+        engine: what samples. Each of the `rollout.max_concurrency` workers is one participant.
+        chat: the chat format that every episode's `LLM` uses.
+        sampling: parameters of every call; overrides of one episode never reach another.
+        rollout: limits, retries and group size.
+        seed: of the run. Episodes with the same rollout_id and attempt sample alike.
+    """
+
+    def __init__(
+        self,
+        executor: AgentExecutor,
+        engine: Engine,
+        chat: ChatFormat,
+        sampling: SamplingParams,
+        rollout: RolloutConfig,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._executor = executor
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._rollout = rollout
+        self._seed = seed
+        self._ever_completed = False
+
+    async def run(
+        self,
+        requests: Iterable[GroupRequest],
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> RolloutResult:
+        """Sample every member of every group.
+
+        Cancelling the call cancels every episode and returns when their instances are closed.
+
+        Args:
+            requests: the groups, with distinct ids.
+            on_trajectory: called with the last attempt of each member as soon as it ended.
+
+        Raises:
+            UsageError: raised inside an episode: no retry can mend it.
+            AgentError: no episode completes because the agent fails.
+            EngineError: no episode completes because the engine fails.
+        """
+        batch = _Batch(list(requests), on_trajectory)
+        stacks = [ExitStack() for _ in batch.waiting][: self._rollout.max_concurrency]
+        try:
+            # All participants are announced before the first call, so that a deterministic
+            # engine knows from the start for whom it waits.
+            for stack in stacks:
+                stack.enter_context(self._engine.participant())
+            workers = [asyncio.create_task(self._work(batch, stack)) for stack in stacks]
+            await _join(workers, batch)
+        finally:
+            for stack in stacks:
+                stack.close()
+        if batch.waiting or len(batch.outcomes) != batch.size:
+            raise AgentRLError(
+                f"only {len(batch.outcomes)} of {batch.size} episodes were delivered: a rollout "
+                "worker ended early; run again with --resume"
+            )
+        self._check_progress(batch, batch.size)
+        result = batch.result(self._rollout.min_group_size)
+        for warning in result.warnings:
+            logger.warning("%s", warning)
+        return result
+
+    async def _work(self, batch: _Batch, participation: ExitStack) -> None:
+        """One worker: takes the next member until there is none."""
+        try:
+            with participation:
+                while batch.waiting:
+                    trajectory = await self._sample(batch.waiting.popleft(), batch)
+                    self._ever_completed |= not trajectory.stop_reason.failed
+                    batch.deliver(trajectory)
+                    self._check_progress(batch, BREAKER_LIMIT)
+        except asyncio.CancelledError:
+            if batch.stopping:
+                raise
+            raise AgentRLError(
+                "a rollout worker was cancelled from outside before it delivered its episode: "
+                "run again with --resume"
+            ) from None
+
+    async def _sample(self, member: _Member, batch: _Batch) -> Trajectory:
+        """Run a member until an attempt completes or none is left; its last attempt."""
+        attempt = 0
+        while True:
+            trajectory = await self._attempt(member, attempt, batch.submitted)
+            if not trajectory.stop_reason.failed:
+                return trajectory
+            batch.num_failed[trajectory.stop_reason] += 1
+            if attempt == self._rollout.max_retries:
+                return trajectory
+            attempt += 1
+            batch.num_retried += 1
+
+    async def _attempt(self, member: _Member, attempt: int, submitted: float) -> Trajectory:
+        """Run one episode in a task of its own, within `rollout.episode_timeout`."""
+        request = member.request
+        llm = LLM(
+            self._engine,
+            self._chat,
+            self._sampling,
+            max_turns=self._rollout.max_turns,
+            max_tokens=self._rollout.max_tokens,
+            rollout_id=member.rollout_id,
+            group_id=request.group_id,
+            seed=self._seed + attempt * SEED_STRIDE,
+        )
+        queued = time.perf_counter() - submitted
+        episode = asyncio.create_task(self._episode(request, llm), name=member.rollout_id)
+        try:
+            done, _ = await asyncio.wait({episode}, timeout=self._rollout.episode_timeout)
+        except asyncio.CancelledError:
+            await self._cancel(episode)
+            raise
+        trajectory = episode.result() if done else await self._time_out(episode)
+        return replace(
+            trajectory,
+            example_id=request.example_id,
+            group_id=request.group_id,
+            rollout_id=member.rollout_id,
+            timings=replace(trajectory.timings, queue=queued),
+        )
+
+    async def _episode(self, request: GroupRequest, llm: LLM) -> Trajectory:
+        """The edge of an episode: whatever happens inside becomes a typed outcome."""
+        try:
+            # A copy, so that an agent that changes its example does not change its siblings'.
+            trajectory: object = await self._executor.execute(copy.deepcopy(request.example), llm)
+            if not isinstance(trajectory, Trajectory):
+                raise AgentError(
+                    f"{type(self._executor).__name__}.execute returned a "
+                    f"{type(trajectory).__name__}: return llm.trajectory(...)"
+                )
+            return trajectory
+        except UsageError:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
+            return _failure(_stop_reason_of(error), traceback.format_exc())
+
+    async def _time_out(self, episode: asyncio.Task[Trajectory]) -> Trajectory:
+        await self._cancel(episode)
+        message = (
+            f"the episode did not end within rollout.episode_timeout "
+            f"({self._rollout.episode_timeout:g} s)"
+        )
+        where = episode.result().error if episode.done() else None
+        return _failure(StopReason.TIMEOUT, f"{message}\n{where}" if where else message)
+
+    async def _cancel(self, episode: asyncio.Task[Trajectory]) -> None:
+        """Cancel an episode and give it time to close its instance."""
+        episode.cancel()
+        grace = self._rollout.close_timeout + CANCEL_GRACE
+        done, _ = await asyncio.wait({episode}, timeout=grace)
+        if not done:
+            logger.warning(
+                "episode %s went on for %g s after it was cancelled and is left behind: its agent "
+                "must let asyncio.CancelledError pass",
+                episode.get_name(),
+                grace,
+            )
+
+    def _check_progress(self, batch: _Batch, limit: int) -> None:
+        """Raise where nothing has ever completed although `limit` members of the batch failed."""
+        failures = batch.failures
+        if self._ever_completed or not failures or len(failures) < limit:
+            return
+        kinds = ", ".join(f"{kind}: {n}" for kind, n in sorted(batch.num_failed.items()))
+        engine_only = set(batch.num_failed) == {StopReason.ENGINE_ERROR}
+        raise (EngineError if engine_only else AgentError)(
+            f"every one of the first {len(failures)} episodes failed (attempts by kind: {kinds}); "
+            f"correct the {'engine' if engine_only else 'agent (try `agentrl check`)'}. "
+            f"The first failure, of episode {failures[0].rollout_id}:\n{failures[0].error}"
+        )
+
+
+class _Batch:
+    """The state of one `run`: who waits, what came of the others."""
+
+    def __init__(
+        self, requests: list[GroupRequest], on_trajectory: Callable[[Trajectory], None] | None
+    ) -> None:
+        repeated = [
+            k for k, n in Counter(request.group_id for request in requests).items() if n > 1
+        ]
+        if repeated:
+            raise ValueError(f"group ids must be distinct, {repeated[0]!r} is not")
+        self._requests = requests
+        self._on_trajectory = on_trajectory
+        self.waiting = deque(
+            _Member(request, rollout_id)
+            for request in requests
+            for rollout_id in request.rollout_ids()
+        )
+        self.size = len(self.waiting)
+        self.submitted = time.perf_counter()
+        self.outcomes: dict[str, Trajectory] = {}
+        self.failures: list[Trajectory] = []
+        self.num_failed: Counter[StopReason] = Counter()
+        self.num_retried = 0
+        self.stopping = False
+
+    def deliver(self, trajectory: Trajectory) -> None:
+        """Take the last attempt of a member."""
+        self.outcomes[trajectory.rollout_id] = trajectory
+        if trajectory.stop_reason.failed:
+            self.failures.append(trajectory)
+        if self._on_trajectory is not None:
+            self._on_trajectory(trajectory)
+
+    def result(self, min_group_size: int) -> RolloutResult:
+        """The groups in the order of the requests, their members sorted by rollout_id."""
+        groups = []
+        for request in self._requests:
+            outcomes = [self.outcomes[rollout_id] for rollout_id in request.rollout_ids()]
+            completed = tuple(t for t in outcomes if not t.stop_reason.failed)
+            group = RolloutGroup(request.group_id, request.example_id, completed)
+            if len(group.rewards) >= min_group_size:
+                groups.append(group)
+        dropped = tuple(sorted(self.failures, key=lambda trajectory: trajectory.rollout_id))
+        return RolloutResult(
+            groups=tuple(groups),
+            dropped=dropped,
+            num_completed=self.size - len(dropped),
+            num_failed=dict(sorted(self.num_failed.items())),
+            num_retried=self.num_retried,
+            num_dropped_groups=len(self._requests) - len(groups),
+            seconds=time.perf_counter() - self.submitted,
+            warnings=batch_warnings(groups, dropped),
+        )
+
+
+async def _join(workers: list[asyncio.Task[None]], batch: _Batch) -> None:
+    """Wait for all workers; the first that fails ends the others and is raised."""
+    if not workers:
+        return
+    try:
+        done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        batch.stopping = True
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    for worker in done:
+        if not worker.cancelled():
+            worker.result()
+
+
+def _stop_reason_of(error: BaseException) -> StopReason:
+    """How an episode failed, by what it raised or what that was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineError):
+            return StopReason.ENGINE_ERROR
+        if isinstance(cause, AgentTimeoutError | TimeoutError):
+            return StopReason.TIMEOUT
+        if isinstance(cause, asyncio.CancelledError):
+            return StopReason.CANCELLED
+        cause = cause.__cause__
+    return StopReason.ENV_ERROR
+
+
+def _failure(stop_reason: StopReason, error: str) -> Trajectory:
+    return Trajectory(sequences=(), reward=None, stop_reason=stop_reason, error=error)
