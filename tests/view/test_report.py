@@ -181,3 +181,16 @@ def test_a_long_episode_is_cut_and_says_so(run_dir: Path, monkeypatch: pytest.Mo
 def test_the_moving_mean_looks_back_and_skips_nan() -> None:
     assert moving_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
     assert math.isnan(moving_mean([math.nan], 3)[0])
+
+
+def test_secrets_of_the_configuration_stay_off_the_page(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "agent": "a.py",
+            "engine": {"kind": "vllm", "api_key": "hush-1", "env": {"TOKEN": "hush-2"}},
+            "log": {"run_dir": tmp_path / "r"},
+        }
+    )
+    RunDir.create(config).close()
+    assert "hush" in (tmp_path / "r" / "config.toml").read_text()
+    assert "hush" not in build_report(tmp_path / "r").read_text()
