@@ -103,6 +103,8 @@ class EngineConfig(Section):
     """GPUs that share the layers of one engine."""
     data_parallel_size: PositiveInt = 1
     """Replicas inside one server, each with a prefix cache of its own."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this host that the servers share out among them; without it, each sees all."""
     python: Path | None = None
     """Python of the servers' virtual environment; without it, the one that runs agentrl."""
     env: dict[str, str] = {}
@@ -138,7 +140,8 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> EngineConfig:
         started = {"num_engines", "python", "env", "extra", "host", "start_timeout", "max_restarts"}
-        started |= {"tensor_parallel_size", "data_parallel_size", "enable_sleep", "sleep_level"}
+        started |= {"tensor_parallel_size", "data_parallel_size", "gpus"}
+        started |= {"enable_sleep", "sleep_level"}
         served = started | {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
         served |= {"bucket_mb", "verify_weights", "pause_mode"}
         if self.kind not in ("vllm", "sglang"):
@@ -152,6 +155,12 @@ class EngineConfig(Section):
         if present:
             flags = ", ".join(f"engine.{key}" for key in present)
             raise ValueError(f"{flags} would be ignored, since {why}: remove it")
+        needed = self.num_engines * self.tensor_parallel_size * self.data_parallel_size
+        if self.gpus and len(self.gpus) != needed:
+            raise ValueError(
+                f"engine.gpus names {len(self.gpus)} GPUs, but num_engines x tensor_parallel_size "
+                f"x data_parallel_size needs {needed}: name as many"
+            )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
         return self

@@ -147,19 +147,16 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._gate.open()
 
     async def restart(self) -> None:
-        """Start a dead server again. It holds the weights it first had: older ones are refused."""
+        """Start the server again. It holds the weights it first had, so it refuses requests.
+
+        `set_version` and `resume`, as at the end of an update, let it serve.
+        """
         assert self.server is not None
-        self._gate.close()
+        self._gate.condemn("its server was started again and does not hold the newest weights")
         await self.server.restart()
         await self._connect()
         self._stats.forget_server()
         self._asleep.clear()
-        await self._label(self._version)
-        if self._version != 0:
-            self._gate.condemn("its server was started again and does not hold the newest weights")
-        else:
-            self._gate.absolve()
-            self._gate.open()
 
     async def close(self) -> None:
         """End the server, if it is ours, and every request."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.engines.base import PauseMode, WeightSource
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
 from agentrl.engines.transport.buckets import BucketStream
 from agentrl.errors import EngineError
 
-__all__ = ["UpdatableEngine", "UpdateSettings", "update_weights"]
+__all__ = ["UpdatableEngine", "UpdateSettings", "replace_weights", "update_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +72,37 @@ async def update_weights(
     """
     stream = BucketStream(source, settings.bucket_bytes)
     try:
-        await _pause_all(engines, settings)
-        try:
-            await _replace(engines, source, stream, transport, settings)
-        except BaseException as error:
-            reason = f"its update to version {source.version} failed ({error})"
-            await asyncio.gather(*(engine.condemn(reason) for engine in engines))
-            raise
-        await asyncio.gather(*(engine.resume() for engine in engines))
+        transfer = transport.send(engines, aiter(stream), source.version)
+        await replace_weights(engines, transfer, source.version, settings)
     finally:
         await stream.finish()
 
 
-async def _pause_all(engines: Sequence[UpdatableEngine], settings: UpdateSettings) -> None:
+async def replace_weights(
+    engines: Sequence[UpdatableEngine],
+    transfer: Coroutine[Any, Any, None],
+    version: int,
+    settings: UpdateSettings,
+) -> None:
+    """The order itself, around any transfer; see the module."""
+    try:
+        await _pause_all(engines, settings.pause_mode)
+        try:
+            await _within(settings.timeout, transfer, version)
+            await asyncio.gather(*(engine.flush_cache() for engine in engines))
+            await asyncio.gather(*(engine.set_version(version) for engine in engines))
+        except BaseException as error:
+            reason = f"its update to version {version} failed ({error})"
+            await asyncio.gather(*(engine.condemn(reason) for engine in engines))
+            raise
+    finally:
+        transfer.close()  # where the pause failed, it was never begun
+    await asyncio.gather(*(engine.resume() for engine in engines))
+
+
+async def _pause_all(engines: Sequence[UpdatableEngine], mode: PauseMode) -> None:
     results = await asyncio.gather(
-        *(engine.pause(settings.pause_mode) for engine in engines), return_exceptions=True
+        *(engine.pause(mode) for engine in engines), return_exceptions=True
     )
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
@@ -94,20 +111,12 @@ async def _pause_all(engines: Sequence[UpdatableEngine], settings: UpdateSetting
         raise failures[0]
 
 
-async def _replace(
-    engines: Sequence[UpdatableEngine],
-    source: WeightSource,
-    stream: BucketStream,
-    transport: WeightTransport,
-    settings: UpdateSettings,
-) -> None:
+async def _within(seconds: float, transfer: Coroutine[Any, Any, None], version: int) -> None:
     try:
-        async with asyncio.timeout(settings.timeout):
-            await transport.send(engines, aiter(stream), source.version)
+        async with asyncio.timeout(seconds):
+            await transfer
     except TimeoutError as error:
         raise EngineError(
-            f"the weights of version {source.version} did not arrive by {transport.name} within "
-            f"{settings.timeout:g} s: raise engine.update_timeout, or try another engine.transport"
+            f"the weights of version {version} did not arrive within {seconds:g} s: raise "
+            "engine.update_timeout, or try another engine.transport"
         ) from error
-    await asyncio.gather(*(engine.flush_cache() for engine in engines))
-    await asyncio.gather(*(engine.set_version(source.version) for engine in engines))

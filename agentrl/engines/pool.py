@@ -1,0 +1,205 @@
+"""Many engines as one: routed, updated together, and replaced when they die.
+
+A request of an engine that dies fails with EngineError, and the scheduler runs its episode again.
+The engine is started anew and given the newest weights: out of their folder if they travel by
+disk, or drawn again if the learner's tensors are at hand (`WeightSource.live`). Otherwise it waits
+for the next update, and the others serve alone until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from agentrl.engines.base import Engine, PauseMode, WeightSource
+from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.routing import Router
+from agentrl.engines.transport.base import WeightTransport
+from agentrl.engines.transport.disk import DiskTransport
+from agentrl.engines.weight_update import UpdateSettings, replace_weights, update_weights
+from agentrl.errors import EngineError
+from agentrl.types import Generation, SamplingParams
+
+__all__ = ["EnginePool"]
+
+logger = logging.getLogger(__name__)
+
+MEANS = ("_ratio", "_rate", "_mean", "_p50", "_p99", "_usage")
+"""Endings of metrics that are averaged over engines; the others are added up."""
+
+
+class EnginePool(Engine):
+    """Routes requests to engines and keeps them at one version.
+
+    Args:
+        engines: At least one; the pool starts and closes them.
+        transport: How weights travel to all of them at once.
+        update: How an update goes.
+        max_restarts: How often one server is started again.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        transport: WeightTransport,
+        update: UpdateSettings = UpdateSettings(),  # noqa: B008
+        *,
+        max_restarts: int = 3,
+    ) -> None:
+        self.engines = tuple(engines)
+        self._transport = transport
+        self._update = update
+        self._router = Router(
+            [
+                (engine, replica if engine.replicas > 1 else None)
+                for engine in self.engines
+                for replica in range(engine.replicas)
+            ]
+        )
+        self._restarts_left = dict.fromkeys(self.engines, max_restarts)
+        self._newest: WeightSource | None = None
+        self._updating = asyncio.Lock()
+        self._reviving: dict[RemoteEngine, asyncio.Task[None]] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the last update that succeeded."""
+        return self._newest.version if self._newest is not None else 0
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and response together, that one request may hold."""
+        return min(engine.max_model_len for engine in self.engines)
+
+    async def start(self) -> None:
+        """Start every engine; if one fails, end the others."""
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for engine in self.engines:
+                    starting.create_task(engine.start())
+        except BaseExceptionGroup as group:
+            await self.close()
+            raise group.exceptions[0] from None
+        self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+
+    async def close(self) -> None:
+        """End every engine, also one that is being started again."""
+        for task in (*self._watchers, *self._reviving.values()):
+            task.cancel()
+        await asyncio.gather(*self._watchers, *self._reviving.values(), return_exceptions=True)
+        await self._transport.close()
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        rollout_id: str = "",
+        group_id: str = "",
+    ) -> Generation:
+        """Sample a continuation where its prefix is most likely cached; see `Engine.generate`."""
+        while not (usable := [slot for slot in self._router.slots if self._serves(slot[0])]):
+            await self._wait_for_an_engine()
+        tokens = len(token_ids) + params.max_new_tokens
+        slot = self._router.choose(usable, rollout_id, group_id, tokens)
+        engine, replica = slot
+        self._router.begin(slot, tokens)
+        try:
+            return await engine.generate(
+                token_ids, params, rollout_id=rollout_id, group_id=group_id, replica=replica
+            )
+        finally:
+            self._router.end(slot, tokens)
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Pause every engine."""
+        await asyncio.gather(*(engine.pause(mode) for engine in self._living()))
+
+    async def resume(self) -> None:
+        """Resume every engine."""
+        await asyncio.gather(*(engine.resume() for engine in self._living()))
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Bring new weights into every living engine; see `weight_update`.
+
+        Raises:
+            EngineError: it failed; the engines refuse requests until an update succeeds.
+        """
+        async with self._updating:
+            await update_weights(self._living(), source, self._transport, self._update)
+            self._newest = source
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix."""
+        await asyncio.gather(*(engine.flush_cache() for engine in self._living()))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give device memory back everywhere."""
+        await asyncio.gather(*(engine.sleep(level) for engine in self._living()))
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take device memory again everywhere."""
+        await asyncio.gather(*(engine.wake(tags) for engine in self._living()))
+
+    def stats(self) -> Mapping[str, float]:
+        """Metrics over all engines since the last call: counts added up, the rest averaged."""
+        found = [engine.stats() for engine in self.engines]
+        totals: Counter[str] = Counter()
+        for stats in found:
+            totals.update(stats)
+        numbers = Counter(name for stats in found for name in stats)
+        return {
+            name: total / numbers[name] if name.endswith(MEANS) else total
+            for name, total in totals.items()
+        }
+
+    def _living(self) -> list[RemoteEngine]:
+        living = [e for e in self.engines if not e.dead and e not in self._reviving]
+        if not living:
+            raise EngineError("no engine is alive: see the logs in the run's folder `engines`")
+        return living
+
+    def _serves(self, engine: RemoteEngine) -> bool:
+        return not engine.dead and engine not in self._reviving and engine.condemned is None
+
+    async def _wait_for_an_engine(self) -> None:
+        if not self._reviving:
+            reasons = {engine.condemned or "its server has died" for engine in self.engines}
+            raise EngineError(f"no engine takes requests: {'; '.join(sorted(reasons))}")
+        await asyncio.wait(self._reviving.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _watch(self, engine: RemoteEngine) -> None:
+        """Start `engine` again whenever its server dies."""
+        if engine.server is None:
+            return
+        while self._restarts_left[engine] > 0:
+            await engine.server.died.wait()
+            self._restarts_left[engine] -= 1
+            revival = asyncio.create_task(self._revive(engine))
+            self._reviving[engine] = revival
+            try:
+                await revival
+            except EngineError as error:
+                logger.error("%s was not brought back: %s", engine.label, error)
+            finally:
+                del self._reviving[engine]
+
+    async def _revive(self, engine: RemoteEngine) -> None:
+        await engine.restart()
+        async with self._updating:
+            if self._newest is None:
+                await engine.set_version(0)
+                await engine.resume()
+                return
+            version = self._newest.version
+            if isinstance(self._transport, DiskTransport) and self._transport.newest is not None:
+                loading = engine.load_folder(self._transport.newest)
+                await replace_weights([engine], loading, version, self._update)
+            elif self._newest.live:
+                await update_weights([engine], self._newest, self._transport, self._update)
+            else:
+                logger.warning("%s lives again and waits for the next weights", engine.label)

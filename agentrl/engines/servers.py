@@ -1,0 +1,121 @@
+"""Builds the engines of a run that are servers, out of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from agentrl.config import Config
+from agentrl.engines.launch import Launch, sglang_launch, vllm_launch
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.remote import EngineLimits, RemoteEngine
+from agentrl.engines.server import EngineServer
+from agentrl.engines.sglang import SGLangEngine
+from agentrl.engines.transport.base import WeightTransport
+from agentrl.engines.transport.select import make_transport
+from agentrl.engines.vllm import VLLMEngine, install_plugin
+from agentrl.engines.weight_update import UpdateSettings
+from agentrl.errors import UsageError
+
+__all__ = ["make_server_engine"]
+
+
+def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> EnginePool:
+    """A pool of `engine.num_engines` servers, or of those at `engine.urls`; none is started yet.
+
+    Args:
+        config: The whole run.
+        model_folder: A Hugging Face folder with the policy as it is before training.
+        run_dir: Logs go to its folder `engines`, weights on disk to `weights`.
+
+    Raises:
+        UsageError: the folder holds no model, or settings do not fit together.
+    """
+    section = config.engine
+    limits = _limits(config, model_folder)
+    update = UpdateSettings(
+        pause_mode=section.pause_mode,
+        bucket_bytes=section.bucket_mb << 20,
+        timeout=section.update_timeout,
+    )
+    transport = make_transport(
+        section, folder=run_dir / "weights", model_folder=model_folder, host=section.host
+    )
+    engines = [
+        _engine(config, limits, update, transport, model_folder, run_dir / "engines", index)
+        for index in range(len(section.urls) or section.num_engines)
+    ]
+    return EnginePool(engines, transport, update, max_restarts=section.max_restarts)
+
+
+def _engine(
+    config: Config,
+    limits: EngineLimits,
+    update: UpdateSettings,
+    transport: WeightTransport,
+    model_folder: Path,
+    folder: Path,
+    index: int,
+) -> RemoteEngine:
+    section = config.engine
+    kind = VLLMEngine if section.kind == "vllm" else SGLangEngine
+    server, url = None, None
+    if section.urls:
+        url = section.urls[index].rstrip("/")
+    else:
+        launch = _launch(config, limits.max_model_len, model_folder, folder)
+        server = EngineServer(
+            launch.with_port,
+            name=f"{section.kind}-{index}",
+            log_path=folder / f"{section.kind}-{index}.log",
+            env={**launch.env, **_devices(config, index)},
+            host=section.host,
+            start_timeout=section.start_timeout,
+        )
+    return kind(
+        limits=limits,
+        transport=transport,
+        server=server,
+        url=url,
+        update=update,
+        api_key=section.api_key,
+        replicas=section.data_parallel_size,
+        num_weight_ranks=section.tensor_parallel_size * section.data_parallel_size,
+    )
+
+
+def _launch(config: Config, max_model_len: int, model_folder: Path, folder: Path) -> Launch:
+    section, dtype, model = config.engine, config.model.dtype, str(model_folder)
+    if section.kind == "vllm":
+        plugin = install_plugin(folder / "vllm-plugin")
+        return vllm_launch(
+            section, model, dtype=dtype, max_model_len=max_model_len, plugin=plugin.resolve()
+        )
+    return sglang_launch(section, model, dtype=dtype, max_model_len=max_model_len)
+
+
+def _devices(config: Config, index: int) -> dict[str, str]:
+    """Engine k takes the k-th share of `engine.gpus`; without them, it sees every GPU."""
+    section = config.engine
+    if not section.gpus:
+        return {}
+    share = section.tensor_parallel_size * section.data_parallel_size
+    mine = section.gpus[index * share : (index + 1) * share]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)}
+
+
+def _limits(config: Config, model_folder: Path) -> EngineLimits:
+    try:
+        model = AutoConfig.from_pretrained(
+            model_folder, trust_remote_code=config.model.trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{model_folder} holds no model that can be served: {error}") from error
+    section = config.engine
+    return EngineLimits(
+        max_model_len=section.max_model_len or model.max_position_embeddings,
+        max_num_seqs=section.max_num_seqs,
+        request_timeout=section.request_timeout,
+        vocab_size=model.vocab_size,
+    )
