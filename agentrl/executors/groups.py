@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl.types import Example, StopReason, Trajectory
 
@@ -35,7 +35,7 @@ class RolloutGroup:
 
     group_id: str
     example_id: str
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...] = field(repr=False)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -58,8 +58,10 @@ class RolloutResult:
         warnings: what a user should know about this batch, a sentence each.
     """
 
-    groups: tuple[RolloutGroup, ...]
-    dropped: tuple[Trajectory, ...]
+    # Not in the repr: it would take seconds, and asyncio prints a task's result when it restores
+    # the signal handlers.
+    groups: tuple[RolloutGroup, ...] = field(repr=False)
+    dropped: tuple[Trajectory, ...] = field(repr=False)
     num_completed: int
     num_failed: Mapping[StopReason, int]
     num_retried: int
