@@ -41,6 +41,7 @@ class ChatFormat:
     Attributes:
         end_token_ids: the ids that end a turn: the tokenizer's, the generation config's, and the
             one that the template writes. Engines stop on all of them.
+        tokenizer: as it was given.
         rewrites: the kinds of dialogue whose history the template rewrites.
         traits: what the template can render.
 
@@ -57,6 +58,7 @@ class ChatFormat:
         tool_parser: str = "auto",
         generation_eos: Iterable[int] = (),
     ) -> None:
+        self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self.traits = probe_traits(self._template)
         parser = resolve_parser(

@@ -32,7 +32,7 @@ from agentrl.types import (
     Trajectory,
 )
 
-__all__ = ["LLM", "Reply"]
+__all__ = ["LLM", "Reply", "join_generations"]
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _MAX_EMPTY_ABORTS = 100
@@ -72,6 +72,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         self.format = chat
+        self.rollout_id = rollout_id
         self.max_turns = max_turns
         self.max_tokens = min(max_tokens, engine.max_model_len)
         self.sampling = replace(
@@ -80,13 +81,17 @@ class LLM:
         )
         self.engine_seconds = 0.0
         self._engine = engine
-        self._rollout_id = rollout_id
         self._group_id = group_id
         self._seed = seed
         self._num_calls = 0
         self._conversations: list[Conversation] = []
         self._dialogues = Dialogues(chat)
         self._cut: StopReason | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """The policy version that the next token is sampled from."""
+        return self._engine.weight_version
 
     def room(self, length: int) -> int:
         """How many tokens may follow a context of `length`; 0 or less when it is full."""
@@ -194,7 +199,7 @@ class LLM:
             reward=reward,
             stop_reason=stop_reason,
             group_id=self._group_id,
-            rollout_id=self._rollout_id,
+            rollout_id=self.rollout_id,
             score=reward if score is None else as_number(score, "score"),
             metrics=dict(metrics or {}),
             timings=Timings(engine=self.engine_seconds, env=env_seconds),
@@ -229,16 +234,16 @@ class LLM:
             part = await self._engine.generate(
                 context,
                 replace(limited, seed=seed),
-                rollout_id=self._rollout_id,
+                rollout_id=self.rollout_id,
                 group_id=self._group_id,
             )
             parts.append(part)
             sampled += len(part.token_ids)
             num_empty = 0 if len(part.token_ids) else num_empty + 1
             if part.finish_reason != "abort":
-                return _join(parts)
+                return join_generations(parts)
             if sampled >= params.max_new_tokens:
-                return replace(_join(parts), finish_reason="length")
+                return replace(join_generations(parts), finish_reason="length")
             if num_empty >= _MAX_EMPTY_ABORTS:
                 raise EngineError(
                     f"the engine aborted a call {num_empty} times without a token: it is paused "
@@ -247,7 +252,7 @@ class LLM:
             context = context + part.token_ids.tolist()
 
     def _next_seed(self) -> int:
-        text = f"{self._seed}/{self._rollout_id}/{self._num_calls}"
+        text = f"{self._seed}/{self.rollout_id}/{self._num_calls}"
         self._num_calls += 1
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -271,8 +276,12 @@ def _union(first: SequenceABC[int], second: SequenceABC[int] | frozenset[int]) -
     return tuple(sorted({*first, *second}))
 
 
-def _join(parts: list[Generation]) -> Generation:
-    """One turn out of the parts that aborts left of it."""
+def join_generations(parts: list[Generation]) -> Generation:
+    """One turn out of the parts that aborts left of it.
+
+    Raises:
+        EngineError: only some parts have log-probabilities.
+    """
     if len(parts) == 1:
         return parts[0]
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]

@@ -73,8 +73,6 @@ def as_step_result(value: Any) -> StepResult:
         AgentError: it cannot be read as one.
     """
     match value:
-        case StepResult(observation=None | Observation()):
-            return value
         case StepResult():
             parts = {each.name: getattr(value, each.name) for each in fields(StepResult)}
         case Mapping():

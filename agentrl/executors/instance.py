@@ -1,0 +1,225 @@
+"""Calls the methods of one instance: each where it belongs, within its time limit, `close` once.
+
+`async def` methods run on the event loop, without a thread in between. Plain `def` methods run in a
+thread of the instance's own, always the same one, so that a blocking environment stops nobody else
+and may keep thread-bound state (a database handle, a simulator). Where an instance has such a
+method it is also built in that thread. A call that hangs is left behind in its thread, which is a
+daemon; its `close` runs there if the call ever returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from agentrl.config import RolloutConfig
+from agentrl.errors import AgentTimeoutError
+from agentrl.executors.base import AgentInstance
+from agentrl.types import Action
+
+__all__ = ["InstanceRunner"]
+
+logger = logging.getLogger(__name__)
+
+_METHODS = ("reset", "step", "close")
+
+
+class InstanceRunner:
+    """One episode's instance.
+
+    Args:
+        instance_class: built without arguments by `build`.
+        rollout: the time limits.
+        name: of the episode, for messages.
+
+    Attributes:
+        seconds: spent in the instance so far.
+    """
+
+    def __init__(
+        self, instance_class: type[AgentInstance], rollout: RolloutConfig, *, name: str = ""
+    ) -> None:
+        self._class = instance_class
+        self._rollout = rollout
+        self._name = name
+        self._blocking = frozenset(
+            method for method in _METHODS if _is_blocking(instance_class, method)
+        )
+        self._thread = _InstanceThread(name) if self._blocking else None
+        self._instance: AgentInstance | None = None
+        self._hung = False
+        self._closed = False
+        self.seconds = 0.0
+
+    async def build(self) -> None:
+        """Build the instance.
+
+        Raises:
+            AgentTimeoutError: the constructor took longer than `rollout.reset_timeout`.
+        """
+        if inspect.iscoroutinefunction(self._class.__init__):
+            # Older OpenRLHF files write `async def __init__`, which calling the class refuses.
+            instance = self._class.__new__(self._class)
+            construct: Callable[..., Any] = self._class.__init__
+            await self._limit(construct, instance, method="__init__", blocking=False)
+            self._instance = instance
+        else:
+            blocking = self._thread is not None
+            await self._limit(self._construct, method="__init__", blocking=blocking)
+
+    async def reset(self, *args: Any) -> Any:
+        """Call `reset`; its value.
+
+        Raises:
+            AgentTimeoutError: it took longer than `rollout.reset_timeout`.
+        """
+        return await self._call("reset", *args)
+
+    async def step(self, action: Action | dict[str, Any]) -> Any:
+        """Call `step`; its value.
+
+        Raises:
+            AgentTimeoutError: it took longer than `rollout.step_timeout`.
+        """
+        return await self._call("step", action)
+
+    async def close(self) -> None:
+        """Close the instance, if it was built and not closed before.
+
+        Whatever `close` itself does wrong is logged: the episode's result stands. Cancellation
+        waits for `close`, for at most `rollout.close_timeout`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._instance is None or (self._hung and "close" in self._blocking):
+                # Whatever still runs in the thread is followed by close, if it ever ends.
+                if self._thread is not None:
+                    self._thread.call(self._close_if_built)
+            elif _is_defined(self._class, "close"):
+                await self._finish(asyncio.ensure_future(self._invoke("close")))
+        finally:
+            if self._thread is not None:
+                self._thread.stop()
+
+    def _construct(self) -> None:
+        self._instance = self._class()
+
+    def _close_if_built(self) -> None:
+        if self._instance is not None:
+            closing = self._instance.close()
+            if inspect.iscoroutine(closing):
+                asyncio.run(closing)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        function = getattr(self._instance, method)
+        return await self._limit(function, *args, method=method, blocking=method in self._blocking)
+
+    async def _limit(
+        self, function: Callable[..., Any], *args: Any, method: str, blocking: bool
+    ) -> Any:
+        """Call `function` within the limit of `method`, in the thread if it blocks."""
+        setting = "step_timeout" if method == "step" else "reset_timeout"
+        seconds: float = getattr(self._rollout, setting)
+        begun = time.perf_counter()
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await self._run(function, *args, blocking=blocking)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self._hung = blocking
+            raise AgentTimeoutError(
+                f"{self._class.__name__}.{method} did not return within {seconds:g} s: make it "
+                f"faster, or raise rollout.{setting}"
+            ) from error
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    async def _invoke(self, method: str) -> None:
+        await self._run(getattr(self._instance, method), blocking=method in self._blocking)
+
+    async def _run(self, function: Callable[..., Any], *args: Any, blocking: bool) -> Any:
+        if blocking and self._thread is not None:
+            value = await asyncio.wrap_future(self._thread.call(function, *args))
+        else:
+            value = function(*args)
+        return await value if inspect.isawaitable(value) else value
+
+    async def _finish(self, closing: asyncio.Future[None]) -> None:
+        """Wait for `close` through cancellations, and report what became of it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._rollout.close_timeout
+        interrupted: asyncio.CancelledError | None = None
+        while not closing.done() and loop.time() < deadline:
+            try:
+                await asyncio.wait({closing}, timeout=deadline - loop.time())
+            except asyncio.CancelledError as error:
+                interrupted = error
+        where = f"{self._class.__name__}.close of episode {self._name!r}"
+        if not closing.done():
+            closing.cancel()
+            logger.warning(
+                "%s did not return within %g s and is left behind: make it faster, or raise "
+                "rollout.close_timeout",
+                where,
+                self._rollout.close_timeout,
+            )
+        elif not closing.cancelled() and (failure := closing.exception()) is not None:
+            logger.warning("%s raised; the episode's result stands", where, exc_info=failure)
+        if interrupted is not None:
+            raise interrupted
+
+
+class _InstanceThread:
+    """A daemon thread that runs calls one after another until it is stopped."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=f"agent {name}", daemon=True).start()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        """Run `function(*args)` in the thread, after what was given before."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def stop(self) -> None:
+        """End the thread when all calls have run."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*args))
+            except StopIteration as error:
+                # A future cannot carry StopIteration: whoever awaits it would wait for ever.
+                future.set_exception(RuntimeError(f"{function.__qualname__} raised {error!r}"))
+            except BaseException as error:  # noqa: BLE001 - handed to the episode that awaits it
+                future.set_exception(error)
+            # Nothing of the episode stays alive while the thread waits.
+            del call, future, function, args
+
+
+_Call = tuple[concurrent.futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def _is_defined(cls: type[AgentInstance], method: str) -> bool:
+    """True where the class has a `method` other than the base's."""
+    return getattr(cls, method) is not getattr(AgentInstance, method)
+
+
+def _is_blocking(cls: type[AgentInstance], method: str) -> bool:
+    return _is_defined(cls, method) and not inspect.iscoroutinefunction(getattr(cls, method))
