@@ -117,10 +117,7 @@ class RolloutScheduler:
                 "worker ended early; run again with --resume"
             )
         self._check_progress(batch, batch.size)
-        result = batch.result(self._rollout.min_group_size)
-        for warning in result.warnings:
-            logger.warning("%s", warning)
-        return result
+        return batch.result(self._rollout.min_group_size)
 
     async def _work(self, batch: _Batch, participation: ExitStack) -> None:
         """One worker: takes the next member until there is none."""
