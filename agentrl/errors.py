@@ -12,6 +12,7 @@ __all__ = [
     "DependencyError",
     "EngineError",
     "SaveError",
+    "TrainingError",
     "UsageError",
 ]
 
@@ -50,3 +51,7 @@ class ContextOverflowError(EngineError):
 
 class SaveError(AgentRLError):
     """A checkpoint or model could not be written; what was saved before is untouched."""
+
+
+class TrainingError(AgentRLError):
+    """The learner cannot go on from its weights; the last checkpoint is untouched."""

@@ -1,0 +1,148 @@
+"""Cuts samples into micro-batches that fit a device, the same number on every rank.
+
+Under ZeRO-3 every rank must run the same sequence of modules, so that ranks with less to do get
+empty micro-batches and every rank cuts the language-model head into the same number of chunks.
+The plan is a pure function of the lengths: the same batch is always cut the same way.
+
+Shapes: B sequences and T inputs of a micro-batch, N sampled tokens in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrl.errors import UsageError
+from agentrl.train.batch import Sample
+
+__all__ = ["MicroBatch", "TokenLayout", "collate", "plan_micro_batches", "token_field"]
+
+LOGITS_PER_CHUNK = 2**27
+"""Logits that the head makes at once (512 MiB in float32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that go through the model together, and where they stand in the caller's list."""
+
+    samples: tuple[Sample, ...]
+    indices: tuple[int, ...]
+    head_chunks: int
+
+    @property
+    def num_sampled(self) -> int:
+        """N."""
+        return sum(sample.num_sampled for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """What a forward pass needs: input_ids[B, T]; for each sampled token the index[N] of the hidden
+    state that predicts it (in B * T) and the token itself, targets[N]. All int64."""
+
+    input_ids_BT: Tensor
+    index_N: Tensor
+    targets_N: Tensor
+
+
+def plan_micro_batches(
+    samples: Sequence[Sample], *, world_size: int, max_tokens: int, vocab_size: int
+) -> list[list[MicroBatch]]:
+    """Spread samples over ranks by tokens, then cut each rank's share by padded length.
+
+    Args:
+        samples: in any order; the plan names them by index.
+        max_tokens: most padded inputs of one micro-batch.
+        vocab_size: size of a row of logits; it decides the chunks of the head.
+
+    Returns:
+        For each rank a list of micro-batches, all lists equally long.
+
+    Raises:
+        UsageError: a sample alone is longer than `max_tokens`.
+    """
+    longest = max((sample.num_inputs for sample in samples), default=0)
+    if longest > max_tokens:
+        raise UsageError(
+            f"A sequence of {longest + 1} tokens does not fit train.max_tokens_per_gpu "
+            f"({max_tokens}): raise it, or lower rollout.max_tokens."
+        )
+    shares = _balance([sample.num_inputs for sample in samples], world_size)
+    cuts = [_cut(share, samples, max_tokens) for share in shares]
+    depth = max(map(len, cuts))
+    cuts = [[*cut, *[[]] * (depth - len(cut))] for cut in cuts]
+    plan: list[list[MicroBatch]] = [[] for _ in cuts]
+    for same_step in zip(*cuts, strict=True):
+        sampled = max(sum(samples[i].num_sampled for i in indices) for indices in same_step)
+        chunks = max(1, -(-sampled * vocab_size // LOGITS_PER_CHUNK))
+        for rank, indices in enumerate(same_step):
+            members = tuple(samples[i] for i in indices)
+            plan[rank].append(MicroBatch(members, tuple(indices), chunks))
+    return plan
+
+
+def collate(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
+    """Lay the samples of a micro-batch out as padded rows.
+
+    Padding is on the right, where causal attention keeps it from every token before it, so that no
+    mask is needed. An empty micro-batch is one row of one token of which nothing is asked.
+    """
+    samples = micro_batch.samples
+    width = max((sample.num_inputs for sample in samples), default=1)
+    input_ids_BT = np.zeros((max(len(samples), 1), width), dtype=np.int64)
+    index: list[NDArray[np.integer]] = [np.empty(0, np.int64)]
+    targets: list[NDArray[np.integer]] = [np.empty(0, np.int64)]
+    for row, sample in enumerate(samples):
+        input_ids_BT[row, : sample.num_inputs] = sample.token_ids[:-1]
+        index.append(row * width + sample.positions - 1)
+        targets.append(sample.token_ids[sample.positions])
+    return TokenLayout(
+        torch.from_numpy(input_ids_BT).to(device),
+        torch.from_numpy(np.concatenate(index, dtype=np.int64)).to(device),
+        torch.from_numpy(np.concatenate(targets, dtype=np.int64)).to(device),
+    )
+
+
+def token_field(micro_batch: MicroBatch, name: str, device: torch.device) -> Tensor | None:
+    """One [R] field of all samples as float32 [N]; None when they do not have it.
+
+    Raises:
+        ValueError: some samples have it and some do not.
+    """
+    arrays = [getattr(sample, name) for sample in micro_batch.samples]
+    missing = sum(array is None for array in arrays)
+    if arrays and missing == len(arrays):
+        return None
+    if missing:
+        raise ValueError(f"{missing} of {len(arrays)} samples have no {name}")
+    flat = np.concatenate([np.empty(0, np.float32), *arrays], dtype=np.float32)
+    return torch.from_numpy(flat).to(device)
+
+
+def _balance(costs: Sequence[int], world_size: int) -> list[list[int]]:
+    """Give the longest remaining sample to the rank with the fewest tokens so far."""
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (load + costs[index], rank))
+    return shares
+
+
+def _cut(share: Sequence[int], samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Cut indices, longest first, into runs whose padded size is at most `max_tokens`."""
+    cuts: list[list[int]] = []
+    width = 0
+    for index in share:
+        if not cuts or (len(cuts[-1]) + 1) * width > max_tokens:
+            cuts.append([])
+            width = samples[index].num_inputs
+        cuts[-1].append(index)
+    return cuts

@@ -1,0 +1,139 @@
+"""The policy as the learner calls it: log-probability, entropy and value of each sampled token.
+
+The language-model head runs on the hidden states that predict sampled tokens only, in chunks that
+are computed again in the backward pass, so that logits never exist for the whole batch. The value
+head is a linear layer of its own on the same hidden states.
+
+Log-probabilities are those of the sampling distribution: softmax of logits / temperature, in
+float32. Truncation (top-p, top-k) is not replayed: they are of the whole distribution.
+
+Shapes: B sequences, T inputs, H hidden size, V vocabulary, N sampled tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentrl.errors import UsageError
+
+__all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names"]
+
+POLICY_PREFIX = "policy."
+"""What the names of the policy's parameters begin with inside a `TokenScorer`."""
+
+
+class TokenScores(NamedTuple):
+    """Per sampled token: log-probability [N], entropy of its distribution [N], value [N].
+
+    All float32; the values are None without a value head.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    values_N: Tensor | None
+
+
+class TokenScorer(nn.Module):
+    """Wraps a causal language model; its `forward` is all that training and scoring call."""
+
+    def __init__(
+        self, policy: PreTrainedModel, *, temperature: float, value_head: bool = False
+    ) -> None:
+        """Take over `policy`.
+
+        Raises:
+            UsageError: the model does something between hidden states and logits that this
+                module does not know, so that its log-probabilities would be wrong.
+        """
+        super().__init__()
+        self.policy = policy
+        self.temperature = temperature
+        text_config = policy.config.get_text_config()
+        self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            # Zero at first: the first advantages are then those of no baseline, not of noise.
+            self.value_head = nn.Linear(text_config.hidden_size, 1, dtype=policy.dtype)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+        self._check_head()
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        index_N: Tensor,
+        targets_N: Tensor,
+        head_chunks: int = 1,
+        entropy_grad: bool = False,
+    ) -> TokenScores:
+        """Score the tokens `targets_N` from the hidden states at `index_N` (in B * T).
+
+        Args:
+            input_ids_BT: int64, padded on the right; no mask is needed under causal attention.
+            index_N: int64, position of the hidden state that predicts each token.
+            targets_N: int64, the tokens.
+            head_chunks: into how many parts the head's work is cut.
+            entropy_grad: whether the entropy takes part in the backward pass.
+        """
+        hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False)[0]
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        parts = []
+        for chunk_H, targets in zip(
+            hidden_NH.tensor_split(head_chunks), targets_N.tensor_split(head_chunks), strict=True
+        ):
+            if head_chunks > 1 and torch.is_grad_enabled():
+                parts.append(
+                    checkpoint(self._score, chunk_H, targets, entropy_grad, use_reentrant=False)
+                )
+            else:
+                parts.append(self._score(chunk_H, targets, entropy_grad))
+        logprobs, entropies = zip(*parts, strict=True)
+        values_N = None
+        if self.value_head is not None:
+            values_N = self.value_head(hidden_NH).squeeze(-1).float()
+        return TokenScores(torch.cat(logprobs), torch.cat(entropies), values_N)
+
+    def _logits(self, hidden_NH: Tensor) -> Tensor:
+        logits_NV: Tensor = self.policy.get_output_embeddings()(hidden_NH).float()
+        if self.softcap is not None:
+            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+        return logits_NV
+
+    def _score(
+        self, hidden_NH: Tensor, targets_N: Tensor, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        log_probs_NV = (self._logits(hidden_NH) / self.temperature).log_softmax(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
+        return log_probs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare with the model's own logits on a few tokens, while its weights are whole."""
+        device = next(self.policy.parameters()).device
+        ids_BT = torch.arange(1, 5, device=device).unsqueeze(0)
+        hidden_BTH = self.policy.base_model(input_ids=ids_BT, use_cache=False)[0]
+        own_BTV = self.policy(input_ids=ids_BT, use_cache=False).logits.float()
+        if not torch.allclose(self._logits(hidden_BTH), own_BTV, rtol=1e-3, atol=1e-4):
+            raise UsageError(
+                f"{type(self.policy).__name__} scales its logits in a way that the learner does "
+                "not know, so that it would train on wrong log-probabilities: choose another "
+                "--model.path."
+            )
+
+
+def policy_names(scorer: TokenScorer) -> list[tuple[str, nn.Parameter]]:
+    """The policy's parameters by their Hugging Face names, tied ones once, without the value head.
+
+    Call it while or after the scorer is partitioned alike: names and order do not change.
+    """
+    return [
+        (name.removeprefix(POLICY_PREFIX), parameter)
+        for name, parameter in scorer.named_parameters()
+        if name.startswith(POLICY_PREFIX)
+    ]

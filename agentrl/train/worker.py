@@ -1,0 +1,201 @@
+"""What one rank of the learner does: its share of the scoring, training, saving.
+
+All ranks call the same methods with micro-batches of their own, equally many on each; every method
+is a collective unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl.config import AlgoConfig, Config
+from agentrl.errors import TrainingError
+from agentrl.train.distributed import RankGroup
+from agentrl.train.microbatch import MicroBatch, collate
+from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
+from agentrl.train.optimizer import build_optimizer, build_scheduler
+from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
+from agentrl.train.state import load_rank, save_rank
+from agentrl.train.zero import gather_in_buckets, start_scoring, start_training
+
+__all__ = ["LearnerWorker", "SampleScores", "StepOutcome"]
+
+Floats = NDArray[np.float32]
+
+
+class SampleScores(NamedTuple):
+    """Of the sampled tokens of one sample: log-probabilities [R]; values [R] if there is a head."""
+
+    logprobs: Floats
+    values: Floats | None
+
+
+class StepOutcome(NamedTuple):
+    """What an optimizer step did: norm of the gradient before clipping, learning rate used."""
+
+    grad_norm: float
+    lr: float
+
+
+class LearnerWorker:
+    """The policy under ZeRO-3 on one rank, with its optimizer and reference policy."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        policy: PreTrainedModel,
+        config: Config,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        self.group, self.policy, self.tokenizer = group, policy, tokenizer
+        temperature = config.rollout.temperature
+        self.scorer = TokenScorer(
+            policy,
+            temperature=temperature,
+            value_head=config.algo.advantage.estimator == "gae",
+        )
+        if config.train.gradient_checkpointing:
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = build_optimizer(self.scorer, config.train)
+        self.scheduler = build_scheduler(optimizer, config.train)
+        world_size = group.world_size
+        self.engine = start_training(
+            self.scorer, optimizer, self.scheduler, config.train, world_size=world_size
+        )
+        self.reference_engine = None
+        if reference is not None:
+            scorer = TokenScorer(reference, temperature=temperature)
+            self.reference_engine = start_scoring(scorer, world_size=world_size)
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
+        """Score with the policy as it is; one list for each micro-batch."""
+        return [self._score(self.engine, micro_batch) for micro_batch in micro_batches]
+
+    @torch.no_grad()
+    def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
+        """Score with the reference policy."""
+        assert self.reference_engine is not None, "the learner was built without a reference"
+        return [self._score(self.reference_engine, micro_batch) for micro_batch in micro_batches]
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], algo: AlgoConfig
+    ) -> tuple[Sums, list[list[SampleScores]]]:
+        """Add the gradient of the loss to what is there; returns its sums and the scores."""
+        self.engine.train()
+        sums, scores = [], []
+        for i, micro_batch in enumerate(micro_batches):
+            self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
+            token_scores = self._forward(self.engine, micro_batch, algo.entropy_coef != 0)
+            terms = loss_terms(micro_batch, self.group.device)
+            loss, counted = loss_and_sums(token_scores, terms, algo)
+            # DeepSpeed averages over ranks; the weights already make the loss a sum over them.
+            self.engine.backward(loss * self.group.world_size)
+            sums.append(counted)
+            scores.append(_split(token_scores, micro_batch))
+        return add_sums(sums), scores
+
+    def step(self) -> StepOutcome:
+        """Clip the accumulated gradient, update the weights and forget the gradient.
+
+        Raises:
+            TrainingError: the gradient was not finite.
+        """
+        lr = float(self.scheduler.get_last_lr()[0])
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        grad_norm = float(self.engine.get_global_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"The gradient is not finite ({grad_norm}), so that the weights are lost: resume "
+                "from the last checkpoint with a lower train.lr, or clip with train.max_grad_norm."
+            )
+        return StepOutcome(grad_norm, lr)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's whole weights by Hugging Face name, tied ones once.
+
+        On one rank they are the learner's own tensors, valid until the next `step`; otherwise each
+        is valid until the next is drawn, and every rank must draw them all.
+        """
+        named = policy_names(self.scorer)
+        if self.group.world_size == 1:
+            return ((name, parameter.data) for name, parameter in named)
+        return gather_in_buckets(named)
+
+    def drain_weights(self) -> None:
+        """Take part in another rank's `named_weights`."""
+        for _ in self.named_weights():
+            pass
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's state into `folder`. Not a collective.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        save_rank(folder, self.engine, self.scheduler, self.group.rank, self.group.world_size)
+
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote; raises `UsageError` as `load_rank` says."""
+        load_rank(folder, self.engine, self.scheduler, self.group.rank, self.group.world_size)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Rank 0 writes the policy and its tokenizer as a Hugging Face folder.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.group.rank != 0:
+            self.drain_weights()
+            return
+        weights = {name: weight.to("cpu", copy=True) for name, weight in self.named_weights()}
+        try:
+            self.policy.save_pretrained(folder, state_dict=weights)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def close(self) -> None:
+        """Free what DeepSpeed holds."""
+        for engine in (self.engine, self.reference_engine):
+            if engine is not None:
+                engine.destroy()
+
+    def _score(self, engine: Any, micro_batch: MicroBatch) -> list[SampleScores]:
+        engine.eval()
+        return _split(self._forward(engine, micro_batch, False), micro_batch)
+
+    def _forward(self, engine: Any, micro_batch: MicroBatch, entropy_grad: bool) -> TokenScores:
+        layout = collate(micro_batch, self.group.device)
+        scores: TokenScores = engine(
+            layout.input_ids_BT,
+            layout.index_N,
+            layout.targets_N,
+            head_chunks=micro_batch.head_chunks,
+            entropy_grad=entropy_grad,
+        )
+        return scores
+
+
+def _split(scores: TokenScores, micro_batch: MicroBatch) -> list[SampleScores]:
+    """Cut [N] into the [R] of each sample, on the host."""
+    ends = np.cumsum([sample.num_sampled for sample in micro_batch.samples])[:-1]
+    logprobs = np.split(scores.logprobs_N.detach().cpu().numpy(), ends)
+    values: list[Any] = [None] * len(micro_batch.samples)
+    if scores.values_N is not None:
+        values = np.split(scores.values_N.detach().cpu().numpy(), ends)
+    return [SampleScores(*pair) for pair in zip(logprobs, values, strict=False)]

@@ -1,0 +1,133 @@
+"""DeepSpeed ZeRO-3: the only file that knows it.
+
+Parameters, gradients and optimizer state are spread over the ranks. One rank keeps its parameters
+whole between steps, so that an engine in the same process can read them in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from agentrl.config import TrainConfig
+
+__all__ = ["gather_in_buckets", "start_scoring", "start_training"]
+
+BUCKET_NUMEL = 2**27
+"""Elements that are gathered at once when weights leave the learner."""
+WHOLE = 10**15
+"""A persistence threshold above every parameter: none is partitioned between uses."""
+
+
+def start_training(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    config: TrainConfig,
+    *,
+    world_size: int,
+) -> Any:
+    """Hand a module and its optimizer to a DeepSpeed engine. A collective.
+
+    Gradients of backward passes add up until `step`; DeepSpeed divides them by the number of ranks.
+    """
+    deepspeed = _import_deepspeed()
+    settings = _settings(module, world_size)
+    settings["gradient_clipping"] = config.max_grad_norm
+    settings["zero_allow_untested_optimizer"] = True
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+    )
+    make_whole(engine)
+    return engine
+
+
+def start_scoring(module: nn.Module, *, world_size: int) -> Any:
+    """Hand a module that is never trained to a DeepSpeed engine. A collective."""
+    deepspeed = _import_deepspeed()
+    module.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=module, config=_settings(module, world_size))
+    return engine
+
+
+def make_whole(engine: Any) -> None:
+    """Gather the parameters that stay whole between uses (on one rank: all)."""
+    persistent = engine.optimizer.persistent_parameters
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+def gather_in_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], bucket_numel: int = BUCKET_NUMEL
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole parameters, gathered some at a time. A collective: every rank must exhaust it.
+
+    A partitioned parameter has no elements of its own, so that sizes are `ds_numel`. A tensor is
+    valid until the next one is drawn.
+    """
+    deepspeed = _import_deepspeed()
+    for bucket in _buckets(named, bucket_numel):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+            for name, parameter in bucket:
+                yield name, parameter.data
+
+
+def _buckets(
+    named: Sequence[tuple[str, nn.Parameter]], bucket_numel: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+        if bucket and size + numel > bucket_numel:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += numel
+    if bucket:
+        yield bucket
+
+
+def _settings(module: nn.Module, world_size: int) -> dict[str, Any]:
+    bfloat16 = next(module.parameters()).dtype == torch.bfloat16
+    return {
+        # Only their product is used, and only for reports: batches are cut elsewhere.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": WHOLE,
+        "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": WHOLE if world_size == 1 else 0,
+            "stage3_model_persistence_threshold": WHOLE,
+            # It replaces torch's linear function for the whole process, which saves nothing
+            # where weights stay whole.
+            "memory_efficient_linear": world_size > 1,
+        },
+    }
+
+
+def _import_deepspeed() -> Any:
+    """Import it without what it prints, and without what it would compile."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives of torch by names that torch has since renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # This extension takes minutes to compile; gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    return deepspeed
