@@ -8,11 +8,13 @@ is wrong with the file becomes one `UsageError` that names the line to look at.
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,21 +54,48 @@ class Agent:
         """True where the agent takes its first message from the row (`data.prompt_key`)."""
         return bool(getattr(self.agent_class, "needs_prompt", False))
 
-    def make_executor(self, rollout: RolloutConfig, data: DataConfig) -> AgentExecutor:
+    def make_executor(
+        self, rollout: RolloutConfig, data: DataConfig, *, probe: bool = True
+    ) -> AgentExecutor:
         """Build what runs the episodes, with the run's settings.
 
-        Raises:
-            UsageError: the constructor of the user's executor raised, or wants arguments.
-        """
-        if issubclass(self.agent_class, AgentInstance):
-            from agentrl.executors.multi_turn import MultiTurnExecutor
+        Args:
+            rollout: limits of an episode.
+            data: names of the row's fields.
+            probe: build one environment and close it, so that a constructor that raises is found
+                before the first episode.
 
+        Raises:
+            UsageError: a constructor of the user's raised, or wants arguments.
+            AgentTimeoutError: the environment was not built within `rollout.reset_timeout`.
+        """
+        from agentrl.executors.multi_turn import MultiTurnExecutor
+
+        if issubclass(self.agent_class, AgentInstance):
             executor: AgentExecutor = MultiTurnExecutor(self.agent_class, rollout)
-            return executor
-        with blame_user_code(self.path, f"building {self.name}"):
-            executor = self.agent_class()
-            executor.configure(rollout, data)
+        else:
+            with blame_user_code(self.path, f"building {self.name}"):
+                executor = self.agent_class()
+                executor.configure(rollout, data)
+        if probe and isinstance(executor, MultiTurnExecutor):
+            instance_class = executor.instance_class
+            with (
+                blame_user_code(self.path, f"building {instance_class.__name__}"),
+                # A thread of its own, because the caller may be on an event loop already.
+                ThreadPoolExecutor(1) as thread,
+            ):
+                thread.submit(asyncio.run, _build_and_close(instance_class, rollout)).result()
         return executor
+
+
+async def _build_and_close(instance_class: type[AgentInstance], rollout: RolloutConfig) -> None:
+    from agentrl.executors.instance import InstanceRunner
+
+    runner = InstanceRunner(instance_class, rollout, name="probe")
+    try:
+        await runner.build()
+    finally:
+        await runner.close()
 
 
 def load_agent(path: Path) -> Agent:

@@ -169,6 +169,60 @@ def test_an_executor_that_cannot_be_built_is_found_at_start(write):
         agent.make_executor(RolloutConfig(), DataConfig())
 
 
+def test_an_environment_that_cannot_be_built_is_found_at_start(write):
+    text = INSTANCE + "\n    def __init__(self):\n        raise OSError('no display')\n"
+    agent = load_agent(write(text))
+    with pytest.raises(UsageError, match=r"building Guess .* OSError: no display at line 12 "):
+        agent.make_executor(RolloutConfig(), DataConfig())
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_the_environment_built_as_a_probe_is_closed_also_from_a_running_loop(write, kind):
+    text = (
+        INSTANCE
+        + f"""
+    lives = []
+
+    def __init__(self):
+        self.lives.append("built")
+
+    {kind} close(self):
+        self.lives.append("closed")
+"""
+    )
+    agent = load_agent(write(text))
+    agent.make_executor(RolloutConfig(), DataConfig())
+    assert agent.agent_class.lives == ["built", "closed"]
+
+
+def test_an_openrlhf_file_runs_with_its_import_line_changed(write):
+    agent = load_agent(
+        write(
+            """
+            from agentrl.executors.openrlhf import AgentInstanceBase, MultiTurnAgentExecutor
+
+            class AgentInstance(AgentInstanceBase):
+                def __init__(self, *args, **kwargs):
+                    self.step_idx = 0
+
+                async def reset(self, states, **kwargs):
+                    return {"observation": states["observation"]}
+
+                async def step(self, states, **kwargs):
+                    return {"rewards": 1.0, "scores": 1.0, "environment_feedback": "", "done": True}
+
+            class AgentExecutor(MultiTurnAgentExecutor):
+                def __init__(self):
+                    super().__init__(AgentInstance)
+            """
+        )
+    )
+    assert agent.name == "AgentExecutor"
+    assert agent.needs_prompt
+    assert [cls.__name__ for cls in agent.instance_classes] == ["AgentInstance"]
+    assert isinstance(agent.make_executor(RolloutConfig(), DataConfig()), AgentExecutor)
+
+
 def test_helpers_beside_the_file_are_found_also_later_and_do_not_mix(write, tmp_path: Path):
     agents = []
     for folder in ("one", "two"):

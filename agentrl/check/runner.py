@@ -114,7 +114,7 @@ class _Check:
     async def _run(self) -> None:
         """Run group after group, until one hangs: the others would only hang again."""
         sampling = SamplingParams(max_new_tokens=self._rollout.max_new_tokens)
-        executor = self._agent.make_executor(self._rollout, self._config.data)
+        executor = self._agent.make_executor(self._rollout, self._config.data, probe=False)
         for group in self._groups:
             scheduler = RolloutScheduler(
                 executor, self._engine, self._chat, sampling, self._rollout
