@@ -213,43 +213,48 @@ class LLM:
                 f"the agent sets the sampling parameters {', '.join(sorted(unknown))}, which do "
                 f"not exist: use {', '.join(sorted(_SAMPLING_FIELDS))}"
             )
-        changed = dict(overrides)
+        base, changed = self.sampling, dict(overrides)
         if "stop_token_ids" in changed:
-            changed["stop_token_ids"] = _union(
-                changed["stop_token_ids"], self.sampling.stop_token_ids
+            changed["stop_token_ids"] = _union(changed["stop_token_ids"], base.stop_token_ids)
+        if changed.get("seed", base.seed) is None:
+            changed["seed"] = self._next_seed()
+        if changed.get("max_new_tokens", base.max_new_tokens) > room:
+            changed["max_new_tokens"] = room
+            changed["min_new_tokens"] = min(
+                changed.get("min_new_tokens", base.min_new_tokens), room
             )
         try:
-            params = replace(self.sampling, **changed)
-        except ValueError as error:
+            return replace(base, **changed)
+        except (TypeError, ValueError) as error:
             raise AgentError(f"the agent's sampling parameters are impossible: {error}") from error
-        return _with_limit(params, min(room, params.max_new_tokens))
 
     async def _sample(self, context: list[int], params: SamplingParams) -> Generation:
         """One turn, over as many engine calls as aborts make of it."""
         parts: list[Generation] = []
-        sampled = num_empty = 0
+        num_empty, rest = 0, params
         while True:
-            seed = params.seed if params.seed is not None else self._next_seed()
-            limited = _with_limit(params, params.max_new_tokens - sampled, sampled)
             part = await self._engine.generate(
-                context,
-                replace(limited, seed=seed),
-                rollout_id=self.rollout_id,
-                group_id=self._group_id,
+                context, rest, rollout_id=self.rollout_id, group_id=self._group_id
             )
             parts.append(part)
-            sampled += len(part.token_ids)
-            num_empty = 0 if len(part.token_ids) else num_empty + 1
             if part.finish_reason != "abort":
                 return join_generations(parts)
-            if sampled >= params.max_new_tokens:
+            sampled = len(part.token_ids)
+            if sampled >= rest.max_new_tokens:
                 return replace(join_generations(parts), finish_reason="length")
+            num_empty = 0 if sampled else num_empty + 1
             if num_empty >= _MAX_EMPTY_ABORTS:
                 raise EngineError(
                     f"the engine aborted a call {num_empty} times without a token: it is paused "
                     "with no resume to follow, or broken"
                 )
             context = context + part.token_ids.tolist()
+            rest = replace(
+                rest,
+                max_new_tokens=rest.max_new_tokens - sampled,
+                min_new_tokens=max(rest.min_new_tokens - sampled, 0),
+                seed=self._next_seed(),
+            )
 
     def _next_seed(self) -> int:
         text = f"{self._seed}/{self.rollout_id}/{self._num_calls}"
@@ -263,13 +268,6 @@ class LLM:
         await asyncio.sleep(0)
         action = Action("", (), "length", turn_index)
         return Reply({"role": "assistant", "content": ""}, action)
-
-
-def _with_limit(params: SamplingParams, max_new_tokens: int, sampled: int = 0) -> SamplingParams:
-    if max_new_tokens == params.max_new_tokens:
-        return params
-    min_new_tokens = min(max(params.min_new_tokens - sampled, 0), max_new_tokens)
-    return replace(params, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens)
 
 
 def _union(first: SequenceABC[int], second: SequenceABC[int] | frozenset[int]) -> tuple[int, ...]:

@@ -38,7 +38,9 @@ def calculate(expression: str) -> str:
     try:
         value = evaluate(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError) as error:
-        raise ToolError(f"{expression!r} is not an expression: {error}") from error
+        raise ToolError(
+            f"{expression!r} is not an expression: {getattr(error, 'msg', error)}"
+        ) from error
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
     except (OverflowError, RecursionError, MemoryError) as error:
