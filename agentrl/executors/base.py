@@ -23,8 +23,11 @@ __all__ = ["AgentExecutor", "AgentInstance"]
 class AgentInstance:
     """One environment for one episode. Subclass it and write `reset` and `step`.
 
-    A new instance is built without arguments for every episode.
+    A new instance is built without arguments for every episode. `max_reward` is the most that an
+    episode can earn; a run's summary gives rewards as a share of it.
     """
+
+    max_reward: float = 1.0
 
     def reset(self, example: Example) -> Any:
         """Begin an episode.
@@ -51,6 +54,9 @@ class AgentInstance:
 
 class AgentExecutor(ABC):
     """The whole loop of an episode. Subclass it when `AgentInstance` is not enough."""
+
+    max_reward: float = 1.0
+    """The most that an episode can earn."""
 
     def configure(self, rollout: RolloutConfig, data: DataConfig) -> None:
         """Take the run's settings. Called once, before the first `execute`.

@@ -1,0 +1,43 @@
+# make install      .venv with agentrl
+# make quickstart   trains examples/agents/number_guess.py from random weights (SEED=n)
+# make test         every test but those marked engine, gpu or slow
+
+PYTHON ?= python3.11
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+# pip alone finds the CPU build of torch where it lies on disk.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: install install-dev quickstart test test-slow lint clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -U pip
+	$(PIP) install -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -e ".[dev]"
+	touch $@
+
+quickstart: install
+	$(BIN)/agentrl train --agent examples/agents/number_guess.py --config examples/quickstart.toml \
+		--train.seed $(SEED) --log.run_dir runs/quickstart-$(SEED)
+
+test: install-dev
+	$(BIN)/pytest
+
+test-slow: install-dev
+	$(BIN)/pytest -m slow
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,269 @@
+"""The training loop: sample, learn, push the weights back; read `TrainingRun.run` first.
+
+It is synchronous (on-policy): every token of a step is sampled from the weights of the step before.
+Rank 0 runs it; the other ranks follow its learner. What a step does depends on nothing but the
+configuration and the checkpoint it started from, so that a resumed run equals one that never
+stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from agentrl.config import Config
+from agentrl.cursor import ExampleCursor, all_groups
+from agentrl.data import Examples, load_examples
+from agentrl.errors import UsageError
+from agentrl.executors.groups import RolloutResult
+from agentrl.plugin import Agent, load_agent
+from agentrl.train.checkpoint import (
+    checkpoint_path,
+    latest_checkpoint,
+    prune,
+    write_atomically,
+)
+from agentrl.train.distributed import is_main_process
+from agentrl.train.eval_result import summarize
+from agentrl.train.interrupt import Interrupted, StopRequest, ignore_first_signal, stop_on_signal
+from agentrl.train.learner import Learner, build_learner
+from agentrl.train.loop_state import LoopState
+from agentrl.train.metrics import REWARD, MetricWriter, open_metrics
+from agentrl.train.progress import Progress
+from agentrl.train.rundir import RunDir, write_summary
+from agentrl.train.sampler import Sampler, build_engine
+from agentrl.train.stats import engine_metrics, episode_metrics, eval_metrics
+from agentrl.train.token_text import TokenText
+from agentrl.train.trajectories import write_trajectories
+from agentrl.train.update import policy_update
+from agentrl.types import Trajectory
+from agentrl.view.report import build_report
+
+__all__ = ["train"]
+
+SUMMARY_STEPS = 5
+"""`reward_first` and `reward_last` are means over so many steps."""
+
+
+def train(config: Config, *, resume: bool = False) -> Path:
+    """Train as `config` says and return the run directory. Call it on every rank.
+
+    Raises:
+        UsageError: something about the configuration, agent, data or model is wrong.
+        Interrupted: Ctrl-C or SIGTERM; the finished steps are saved.
+        AgentRLError: the run failed; what was saved before is kept.
+    """
+    if not is_main_process():
+        with ignore_first_signal():
+            build_learner(config).follow()
+        return config.log.run_dir or Path()
+    agent = load_agent(config.agent)
+    examples = load_examples(config.data, agent)
+    evaluation = (
+        load_examples(config.data, agent, evaluation=True) if config.train.eval_steps else None
+    )
+    state = _saved_state(config) if resume else LoopState()
+    with (
+        RunDir.resume(config, state.step) if resume else RunDir.create(config) as run,
+        stop_on_signal("finishing this step, then saving; once more to end now") as stop,
+    ):
+        learner = build_learner(config)
+        try:
+            if state.step:
+                learner.load(checkpoint_path(run.checkpoints, state.step))
+            with (
+                open_metrics(run, config, first_step=state.step + 1) as metrics,
+                Progress(config.train.max_steps, done_steps=state.step) as progress,
+            ):
+                training = TrainingRun(
+                    config, agent, run, learner, examples, evaluation, state, metrics, progress
+                )
+                asyncio.run(training.run(stop))
+        finally:
+            learner.close()
+        _say_where(build_report(run.path), run)
+        return run.path
+
+
+class TrainingRun:
+    """One run on rank 0: what it holds, and the steps of the loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        agent: Agent,
+        run: RunDir,
+        learner: Learner,
+        examples: Examples,
+        evaluation: Examples | None,
+        state: LoopState,
+        metrics: MetricWriter,
+        progress: Progress,
+    ) -> None:
+        assert learner.tokenizer is not None, "build_learner gives the learner its tokenizer"
+        self._config, self._agent, self._run, self._learner = config, agent, run, learner
+        self._tokenizer: PreTrainedTokenizerBase = learner.tokenizer
+        self._evaluation, self._state = evaluation, state
+        self._metrics, self._progress = metrics, progress
+        self._token_text = TokenText(self._tokenizer)
+        self._cursor = ExampleCursor(examples, seed=config.train.seed, shuffle=config.data.shuffle)
+        if state.cursor:
+            self._cursor.load_state_dict(state.cursor)
+        engine = build_engine(
+            config,
+            learner.policy_config,
+            self._tokenizer,
+            run_dir=run.path,
+            save_model=self._save_model,
+        )
+        self._sampler = Sampler(config, agent, engine, self._tokenizer, learner.generation_config)
+        self._saved_step = state.step
+        self._began = time.perf_counter() - state.train_seconds
+
+    async def run(self, stop: StopRequest) -> None:
+        """Go through the steps that are left, then save the model and the summary."""
+        async with self._sampler:
+            await self._push_weights()
+            while self._state.step < self._config.train.max_steps:
+                metrics = await self._step()
+                if self._due(self._config.train.eval_steps):
+                    metrics |= await self._evaluate()
+                if self._due(self._config.train.save_steps):
+                    self._save_checkpoint()
+                self._finish_step(metrics)
+                if stop.signum is not None:
+                    self._stop(stop.signum)
+        if self._saved_step < self._state.step:
+            self._save_checkpoint()
+        self._save_model(self._run.model)
+        self._write_summary()
+
+    async def _step(self) -> dict[str, float]:
+        """Sample a batch, learn from it, push the weights: one step."""
+        rollout = await self._sample()
+        with self._progress.phase("update"):
+            update = policy_update(self._learner, rollout.trajectories, self._config)
+        self._state.step += 1
+        await self._push_weights()
+        self._state.cursor = self._cursor.state_dict()
+        sampled = sum(t.num_sampled for t in rollout.trajectories)
+        self._state.tokens_sampled += sampled
+        self._state.tokens_trained += int(update.get("policy/tokens_trained", 0))
+        metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update
+        if REWARD in metrics:
+            self._state.rewards.append(metrics[REWARD])
+        metrics |= engine_metrics(self._sampler.engine.stats())
+        metrics["throughput/tokens_per_second"] = sampled / rollout.seconds
+        self._write_trajectories([*rollout.trajectories, *rollout.dropped])
+        return metrics
+
+    async def _sample(self) -> RolloutResult:
+        settings = self._config.rollout
+        requests = self._cursor.next_groups(settings.batch_size, settings.n_samples_per_prompt)
+        self._progress.rollouts_wanted(settings.batch_size * settings.n_samples_per_prompt)
+        with self._progress.phase("rollout"):
+            return await self._sampler.run(requests, self._count)
+
+    async def _push_weights(self) -> None:
+        """Give the engine the learner's weights, as the version that the step number is."""
+        engine = self._sampler.engine
+        with self._progress.phase("sync"):
+            await engine.pause("wait")
+            await engine.update_weights(self._learner.weight_source(self._state.step))
+            await engine.resume()
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Sample every example of the evaluation set."""
+        assert self._evaluation is not None, "loaded when train.eval_steps is set"
+        step = self._state.step
+        requests = all_groups(
+            self._evaluation,
+            self._config.train.eval_samples_per_prompt,
+            prefix=f"eval-{step:06d}-",
+        )
+        with self._progress.phase("eval"):
+            rollout = await self._sampler.run(requests)
+        trajectories = [*rollout.trajectories, *rollout.dropped]
+        self._write_trajectories(trajectories, evaluation=True)
+        return eval_metrics(summarize(trajectories))
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._state.step % every == 0
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self._progress.rollout_advanced(1, trajectory.num_sampled)
+
+    def _finish_step(self, metrics: Mapping[str, float]) -> None:
+        metrics = {**metrics, **self._progress.phase_seconds()}
+        self._metrics.log(self._state.step, metrics)
+        self._progress.step_done(self._state.step, metrics)
+
+    def _save_checkpoint(self) -> None:
+        """Write learner and loop state aside, rename, and drop the oldest checkpoints."""
+        self._state.train_seconds = time.perf_counter() - self._began
+        with (
+            self._progress.phase("save"),
+            write_atomically(checkpoint_path(self._run.checkpoints, self._state.step)) as folder,
+        ):
+            self._learner.save(folder)
+            self._state.save(folder)
+        prune(self._run.checkpoints, self._config.train.max_checkpoints)
+        self._saved_step = self._state.step
+
+    def _save_model(self, path: Path) -> None:
+        with write_atomically(path) as folder:
+            self._learner.save_pretrained(folder)
+
+    def _stop(self, signum: int) -> None:
+        if self._saved_step < self._state.step:
+            self._save_checkpoint()
+        raise Interrupted(
+            f"stopped after step {self._state.step} of {self._config.train.max_steps}; go on with "
+            f"--resume {self._run.path}",
+            signum,
+        )
+
+    def _write_trajectories(
+        self, trajectories: Sequence[Trajectory], *, evaluation: bool = False
+    ) -> None:
+        write_trajectories(
+            self._run.trajectories,
+            self._state.step,
+            trajectories,
+            evaluation=evaluation,
+            token_texts=self._token_text,
+            with_texts=self._config.log.trajectories,
+        )
+
+    def _write_summary(self) -> None:
+        rewards, possible = self._state.rewards, self._agent.agent_class.max_reward
+        first, last = rewards[:SUMMARY_STEPS], rewards[-SUMMARY_STEPS:]
+        write_summary(
+            self._run.path,
+            {
+                "reward_first": sum(first) / len(first) / possible if first else None,
+                "reward_last": sum(last) / len(last) / possible if last else None,
+                "train_seconds": time.perf_counter() - self._began,
+                "steps": self._state.step,
+                "tokens_sampled": self._state.tokens_sampled,
+                "tokens_trained": self._state.tokens_trained,
+            },
+        )
+
+
+def _saved_state(config: Config) -> LoopState:
+    """The state of the newest checkpoint of the run; a new one where nothing was saved yet."""
+    if config.log.run_dir is None:
+        raise UsageError("nothing to resume: name the run directory, --resume RUN_DIR")
+    latest = latest_checkpoint(config.log.run_dir / "checkpoints")
+    return LoopState() if latest is None else LoopState.load(latest)
+
+
+def _say_where(report: Path, run: RunDir) -> None:
+    print(f"run directory: {run.path}")
+    print(f"learning curve: {report.with_name('curve.png')}")
+    print(f"trajectories: {report}")

@@ -1,0 +1,132 @@
+"""Everything that samples, put together: agent, chat format, engine and rollout scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from agentrl.chat import ChatFormat
+from agentrl.config import Config
+from agentrl.engines.base import Engine
+from agentrl.engines.embedded.weights import skeleton
+from agentrl.engines.factory import make_engine
+from agentrl.errors import UsageError
+from agentrl.executors.groups import GroupRequest, RolloutResult
+from agentrl.executors.scheduler import RolloutScheduler
+from agentrl.plugin import Agent
+from agentrl.types import SamplingParams, Trajectory
+
+__all__ = ["Sampler", "build_engine", "sampling_params"]
+
+_SERVERS = ("vllm", "sglang")
+
+
+class Sampler:
+    """Samples groups of episodes of one agent on one engine, which it starts and closes.
+
+    Use it as an asynchronous context.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        agent: Agent,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        generation: GenerationConfig | None,
+    ) -> None:
+        self.engine = engine
+        chat = ChatFormat(
+            tokenizer,
+            history=config.rollout.history,
+            tool_parser=config.rollout.tool_parser,
+            generation_eos=_end_token_ids(generation),
+        )
+        self._scheduler = RolloutScheduler(
+            agent.make_executor(config.rollout, config.data),
+            engine,
+            chat,
+            sampling_params(config),
+            config.rollout,
+            seed=config.train.seed,
+        )
+
+    async def run(
+        self,
+        requests: Iterable[GroupRequest],
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> RolloutResult:
+        """Sample every member of every group; see `RolloutScheduler.run`."""
+        return await self._scheduler.run(requests, on_trajectory)
+
+    async def __aenter__(self) -> Sampler:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+
+def build_engine(
+    config: Config,
+    policy: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    run_dir: Path,
+    save_model: Callable[[Path], None],
+) -> Engine:
+    """Build the engine that the configuration names; its first weights are those it is given.
+
+    Args:
+        config: the whole run.
+        policy: the model's own configuration.
+        tokenizer: encodes the lines of a script.
+        run_dir: where servers log.
+        save_model: writes the policy as a Hugging Face folder, for servers to start from where
+            `model.path` is none.
+
+    Raises:
+        UsageError: the model is too short for the episodes, or what the kind needs is missing.
+    """
+    _check_context(config, policy)
+    folder = Path(config.model.path)
+    if config.engine.kind in _SERVERS and not (folder / "config.json").is_file():
+        folder = run_dir / "engine-model"
+        save_model(folder)
+    module = None
+    if config.engine.kind == "transformers":
+        module = skeleton(policy, getattr(torch, config.model.dtype))
+    return make_engine(
+        config, run_dir=run_dir, model_folder=folder, module=module, tokenizer=tokenizer
+    )
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """What every engine call of the run samples with, unless an episode overrides it."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def _end_token_ids(generation: GenerationConfig | None) -> Sequence[int]:
+    eos: int | list[int] | None = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else eos
+
+
+def _check_context(config: Config, policy: PretrainedConfig) -> None:
+    wanted = config.engine.max_model_len or config.rollout.max_tokens
+    limit = getattr(policy.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        flag = "engine.max_model_len" if config.engine.max_model_len else "rollout.max_tokens"
+        raise UsageError(
+            f"{flag} is {wanted}, but {config.model.path} holds at most {limit} tokens: lower it"
+        )
