@@ -1,0 +1,104 @@
+"""One policy update: from a batch of trajectories to new weights and the numbers of it.
+
+It runs on rank 0 and depends on the trajectories, the configuration and the learner's state only:
+the same batch gives the same weights. Old log-probabilities, reference and values are taken once,
+before the first optimizer step; then come `ppo_epochs` passes of `mini_batches` optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentrl.config import AlgoConfig, Config
+from agentrl.engines.mismatch import mismatch_metrics
+from agentrl.train.batch import Sample, build_samples
+from agentrl.train.learner import Learner
+from agentrl.train.minibatch import mini_batches
+from agentrl.train.objective import means
+from agentrl.train.preparation import estimate_advantages, score_samples
+from agentrl.train.selection import select_episodes
+from agentrl.train.worker import SampleScores
+from agentrl.types import Trajectory
+
+__all__ = ["policy_update"]
+
+
+def policy_update(
+    learner: Learner, trajectories: Sequence[Trajectory], config: Config
+) -> dict[str, float]:
+    """Train the learner on one batch.
+
+    When no episode is left to train on, nothing changes: the optimizer makes no step, and
+    `policy/skipped_updates` is 1.
+
+    Returns:
+        Metrics by their names in the log: of the losses (means over the optimizer steps), the
+        groups, the advantages, and the mismatch between sampler and learner.
+
+    Raises:
+        UsageError: `algo.loss.old_logprobs` is `sampler` but the engine reported none.
+        TrainingError: a gradient was not finite.
+    """
+    selection = select_episodes(trajectories, config.algo)
+    samples = build_samples(trajectories, selection.trained)
+    metrics = selection.metrics()
+    metrics["policy/tokens_trained"] = float(sum(sample.num_sampled for sample in samples))
+    metrics["policy/skipped_updates"] = float(not samples)
+    if not samples:
+        return metrics
+    samples, scores = score_samples(learner, samples, config)
+    samples = estimate_advantages(samples, trajectories, selection, config.algo)
+    metrics |= _advantage_metrics(samples)
+    if scores is not None:
+        metrics |= _mismatch(samples, scores)
+    steps: list[dict[str, float]] = []
+    seed = (config.train.seed, learner.optimizer_steps)
+    for chosen in mini_batches(samples, config, seed=seed):
+        step_metrics, step_scores = _optimizer_step(learner, chosen, config.algo)
+        if scores is None and not steps:  # the first step's are of the weights that sampled
+            metrics |= _mismatch(chosen, step_scores)
+        steps.append(step_metrics)
+    for name in steps[0]:
+        metrics[f"policy/{name}"] = float(np.mean([step[name] for step in steps]))
+    metrics["policy/optimizer_steps"] = float(len(steps))
+    return metrics
+
+
+def _optimizer_step(
+    learner: Learner, samples: Sequence[Sample], algo: AlgoConfig
+) -> tuple[dict[str, float], list[SampleScores]]:
+    sums, scores = learner.forward_backward(samples, algo)
+    outcome = learner.step()
+    return {**means(sums), "grad_norm": outcome.grad_norm, "lr": outcome.lr}, scores
+
+
+def _advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    advantages_N = _concatenate(samples, "advantages")
+    metrics = {
+        "advantage/mean": float(advantages_N.mean()),
+        "advantage/std": float(advantages_N.std()),
+    }
+    if samples[0].returns is not None:
+        returns_N, values_N = _concatenate(samples, "returns"), _concatenate(samples, "old_values")
+        metrics["return/mean"] = float(returns_N.mean())
+        metrics["value/mean"] = float(values_N.mean())
+        variance = np.var(returns_N)
+        if variance > 0:
+            unexplained = np.var(returns_N - values_N) / variance
+            metrics["value/explained_variance"] = float(1.0 - unexplained)
+    return metrics
+
+
+def _mismatch(samples: Sequence[Sample], scores: Sequence[SampleScores]) -> dict[str, float]:
+    """Sampler against learner; nothing where the sampler reported no log-probabilities."""
+    if any(sample.sampler_logprobs is None for sample in samples):
+        return {}
+    learner_N = np.concatenate([score.logprobs for score in scores])
+    everywhere_N = np.ones(len(learner_N), dtype=np.bool_)
+    return mismatch_metrics(_concatenate(samples, "sampler_logprobs"), learner_N, everywhere_N)
+
+
+def _concatenate(samples: Sequence[Sample], field: str) -> np.ndarray:
+    return np.concatenate([getattr(sample, field) for sample in samples])
