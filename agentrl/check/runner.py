@@ -45,7 +45,7 @@ CALL_LIMIT = 10.0
 """Seconds that a check waits for one reset, step or close at most."""
 MAX_STALL = 0.25
 """Seconds that a coroutine may hold the event loop; a busy machine makes shorter stalls."""
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 256
 """Enough for the script's answers, and soon reached by the one that is to be cut."""
 
 
