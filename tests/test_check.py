@@ -10,7 +10,7 @@ from rich.console import Console
 
 from agentrl.check import Report, check_agent
 from agentrl.check.watched_loop import WatchedLoop
-from agentrl.config import Config, DataConfig, EngineConfig, RolloutConfig
+from agentrl.config import Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from agentrl.errors import UsageError
 
 HEAD = """
@@ -190,6 +190,64 @@ def test_an_episode_that_never_ends_is_a_warning(tmp_path):
     assert "rollout.max_turns (4)" in message
 
 
+def test_turns_that_are_not_in_the_trajectory_are_a_warning(tmp_path):
+    text = (
+        HEAD
+        + """
+class Loop(rl.AgentExecutor):
+    async def execute(self, example, llm):
+        await llm.generate([10, 11])
+        conversation = llm.conversation(rl.Observation("go"))
+        conversation.take(await llm.generate(conversation.token_ids))
+        return llm.trajectory(conversation, reward=1.0)
+"""
+    )
+    ((level, message),) = of(check(tmp_path, text), "tokens")
+    assert level == "warning"
+    assert "called the engine 2 times and its trajectory holds 1 turns" in message
+
+
+def test_a_sequence_over_the_budget_is_an_error(tmp_path):
+    text = (
+        HEAD
+        + """
+import numpy as np
+
+class Loop(rl.AgentExecutor):
+    async def execute(self, example, llm):
+        generation = await llm.generate([10] * 90)
+        length = 90 + len(generation.token_ids) + 90
+        mask = np.zeros(length, bool)
+        mask[90:-90] = True
+        turn = rl.Turn(90, length - 90, generation.finish_reason)
+        sequence = rl.Sequence(np.full(length, 10), mask, None, np.where(mask, 0, -1), (turn,))
+        return rl.Trajectory((sequence,), 1.0, rl.StopReason.DONE)
+"""
+    )
+    ((level, message),) = of(check(tmp_path, text, max_tokens=100, max_new_tokens=10), "tokens")
+    assert level == "error"
+    assert "rollout.max_tokens is 100" in message
+
+
+def test_a_template_that_rewrites_history_is_a_warning(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{%- for message in messages -%}"
+        "<|im_start|>{{ message.role }}\n"
+        "{{ '' if message.role == 'assistant' and not loop.last else message.content }}"
+        "<|im_end|>\n"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    )
+    path = tmp_path / "agent_func.py"
+    path.write_text(instance())
+    config = Config(agent=path, model=ModelConfig(chat_template=template))
+    report = check_agent(path, config)
+    ((level, message),) = of(report, "template")
+    assert level == "warning"
+    assert "rewrites history" in message
+
+
 def test_values_of_different_kinds_are_a_warning(tmp_path):
     step = """\
     def step(self, action):
@@ -253,7 +311,8 @@ def test_a_file_that_cannot_be_loaded_is_a_usage_error(tmp_path):
 
 def test_the_report_reads_as_text_and_in_colour(tmp_path):
     report = check(tmp_path, instance(step="def step(self, action):\n    return {}['[red]']\n"))
-    assert str(report).splitlines()[-1] == "2 errors, 0 warnings" or "error" in str(report)
+    assert "KeyError: '[red]'" in str(report)
+    assert str(report).splitlines()[-1] == "1 error, 0 warnings"
     console = Console(record=True, width=100)
     console.print(report)
     assert "KeyError: '[red]'" in console.export_text()
