@@ -88,6 +88,8 @@ class TransformersEngine(Engine):
         self._batch = RunningBatch(model, max_num_seqs, max_model_len)
         self._gate = ParticipantGate(deterministic, straggler_timeout)
         self._waiting: list[Request] = []
+        self._open: set[Request] = set()
+        """Every request that somebody awaits."""
         self._arrivals = 0
         self._paused: PauseMode | None = None
         self._closed = False
@@ -131,12 +133,14 @@ class TransformersEngine(Engine):
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         request = Request(prompt, params, future, rollout_id, self._arrivals)
         self._waiting.append(request)
+        self._open.add(request)
         self._changed.set()
         try:
             return await future
-        except asyncio.CancelledError:
+        finally:
+            self._open.discard(request)
+            # A cancelled call frees its slot.
             self._changed.set()
-            raise
 
     @contextmanager
     def participant(self) -> Iterator[None]:
@@ -156,9 +160,7 @@ class TransformersEngine(Engine):
         async with self._between_steps:
             self._paused = mode
             if mode == "abort":
-                for request in self._take_all():
-                    self._counters["aborted_requests"] += 1
-                    request.finish("abort")
+                self._abort()
             self._changed.set()
             await self._between_steps.wait_for(
                 lambda: self._paused != "wait" or not len(self._batch) or self._closed
@@ -219,7 +221,8 @@ class TransformersEngine(Engine):
             self._between_steps.notify_all()
         if self._server is not None:
             await asyncio.wait([self._server])
-        self._fail(self._take_all(), EngineError("the engine was closed"))
+        self._fail(self._open, EngineError("the engine was closed"))
+        self._waiting.clear()
         self._batch.clear()
         self._worker.shutdown()
 
@@ -301,13 +304,16 @@ class TransformersEngine(Engine):
         self._waiting = [*self._batch.clear(), *self._waiting]
         self._changed.set()
 
-    def _take_all(self) -> list[Request]:
+    def _abort(self) -> None:
+        """End everything with the tokens so far."""
         requests = [*self._batch.requests, *self._waiting]
         self._batch.remove(requests)
         self._waiting.clear()
-        return requests
+        self._counters["aborted_requests"] += len(requests)
+        for request in requests:
+            request.finish("abort")
 
-    def _fail(self, requests: SequenceABC[Request] | set[Request], error: BaseException) -> None:
+    def _fail(self, requests: set[Request], error: BaseException) -> None:
         for request in requests:
             self._counters["failed_requests"] += 1
             failure = EngineError(
@@ -325,7 +331,7 @@ class TransformersEngine(Engine):
         error = None if server.cancelled() else server.exception()
         if error is not None:
             self._closed = True
-            self._fail(self._take_all(), error)
+            self._fail(self._open, error)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -17,6 +17,7 @@ from embedded_models import (
 )
 from transformers import BertConfig, BertForMaskedLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from agentrl.engines.embedded.sampling import uniforms
 from agentrl.engines.transformers import TransformersEngine
 from agentrl.errors import ContextOverflowError, EngineError
 from agentrl.types import SamplingParams
@@ -110,6 +111,17 @@ async def test_samples_follow_the_distribution():
         assert abs(counts[token] / 3000 - probs[token]) <= spread + 1e-3
 
 
+def test_random_numbers_are_a_pure_function_of_seed_and_count_and_never_repeat():
+    seeds = np.repeat(np.array([0, 1, 2, 2**64 - 1], dtype=np.uint64), 1000)
+    counts = np.tile(np.arange(1000, dtype=np.uint64), 4)
+    numbers = uniforms(seeds, counts)
+    np.testing.assert_array_equal(numbers[::-1], uniforms(seeds[::-1], counts[::-1]))
+    assert len(set(numbers.tolist())) == 4000
+    assert 0 <= numbers.min() < 0.002 < 0.998 < numbers.max() < 1
+    assert numbers.mean() == pytest.approx(0.5, abs=0.02)
+    assert np.corrcoef(numbers[:-1], numbers[1:])[0, 1] == pytest.approx(0, abs=0.06)
+
+
 async def test_tokens_of_a_seeded_request_do_not_depend_on_who_shares_the_batch():
     ids, params = prompt(12), SamplingParams(24, seed=7)
     async with serving() as engine:
@@ -157,6 +169,18 @@ async def test_min_new_tokens_makes_stop_tokens_impossible_until_then():
     # The distribution sampled from is the one without the stop token.
     expected = torch.log_softmax(logits, -1)[first].item()
     assert held.logprobs[0] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_stop_tokens_are_possible_from_the_first_token_after_min_new_tokens():
+    only = 7
+    stops = tuple(token for token in range(VOCAB) if token != only)
+    async with serving() as engine:
+        out = await engine.generate(prompt(8), greedy(12, min_new_tokens=6, stop_token_ids=stops))
+    assert out.token_ids[:6].tolist() == [only] * 6
+    assert out.logprobs[:6].tolist() == [0.0] * 6
+    logits = full_logits(build(), [*prompt(8), *[only] * 6])[-1]
+    assert out.token_ids[6:].tolist() == [int(logits.argmax())]
+    assert out.finish_reason == "stop"
 
 
 async def test_logprobs_are_left_out_when_not_asked_for():

@@ -146,6 +146,21 @@ async def test_idle_slots_between_running_ones_change_nothing(running):
         np.testing.assert_allclose(out.logprobs, response_logprobs(build(), ids, out), atol=1e-4)
 
 
+async def test_padding_never_leaves_the_cache():
+    plain = build()
+    async with serving(max_model_len=64) as engine:
+        out = await engine.generate(prompt(40), PARAMS)
+        long = [*prompt(40), *out.token_ids.tolist(), *prompt(4)]
+        # Five tokens to compute beside thirty-nine, six positions before the end of the cache.
+        pair = [long, prompt(40, seed=1)]
+        outs = await asyncio.gather(*(engine.generate(ids, PARAMS) for ids in pair))
+        assert engine.stats()["prefill_steps"] == 2
+    for ids, result in zip(pair, outs, strict=True):
+        np.testing.assert_allclose(
+            result.logprobs, response_logprobs(plain, ids, result), atol=1e-4
+        )
+
+
 def test_a_short_common_prefix_is_not_worth_another_wave():
     table = SlotTable(4)
     table.begin_round()

@@ -117,6 +117,28 @@ async def test_a_straggler_is_given_up_once_per_weight_version_with_one_warning(
     assert "will not repeat bit for bit" in caplog.text
 
 
+async def test_patience_counts_from_the_end_of_the_last_step(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("agentrl.engines.transformers._now", lambda: now)
+    model = build()
+
+    def slow_pass(*_):
+        nonlocal now
+        now += 100.0
+
+    async with serving(model, straggler_timeout=60.0) as engine:
+        model.model.layers[0].register_forward_pre_hook(slow_pass)
+        with engine.participant():
+            with engine.participant():
+                calls = [engine.generate(prompt(5), SamplingParams(n)) for n in (2, 20)]
+                first, second = (asyncio.create_task(call) for call in calls)
+                await first
+                await asyncio.sleep(0.02)
+                assert not second.done()
+            await second
+        assert engine.stats()["straggler_timeouts"] == 0
+
+
 async def test_a_cancelled_call_gives_its_slot_to_the_next():
     async with serving(max_num_seqs=1) as engine:
         first = asyncio.create_task(engine.generate(prompt(20), LONG))
@@ -131,6 +153,18 @@ async def test_a_cancelled_call_gives_its_slot_to_the_next():
         assert stats["cancelled_requests"] == 2
     assert first.cancelled()
     np.testing.assert_allclose(out.logprobs, response_logprobs(build(), prompt(10), out), atol=1e-4)
+
+
+async def test_a_call_cancelled_during_a_pause_frees_its_slot_then():
+    async with serving() as engine:
+        call = asyncio.create_task(engine.generate(prompt(20), LONG))
+        await until_sampled(engine, 1)
+        await engine.pause("keep")
+        assert engine.stats()["running_requests"] == 1
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0.02)
+        assert engine.stats()["running_requests"] == 0
 
 
 async def test_a_failing_forward_pass_ends_the_requests_in_it_and_no_others():

@@ -160,6 +160,22 @@ async def test_a_request_kept_over_an_update_goes_on_under_the_new_weights():
     np.testing.assert_allclose(sibling.logprobs, response_logprobs(new, ids, sibling), atol=1e-4)
 
 
+async def test_a_request_that_has_begun_goes_on_before_others_begin():
+    done = []
+    async with serving(max_num_seqs=1) as engine:
+
+        async def call(rollout_id):
+            await engine.generate(prompt(9), LONG, rollout_id=rollout_id)
+            done.append(rollout_id)
+
+        begun = asyncio.create_task(call("r9"))
+        await until_sampled(engine, 1)
+        other = asyncio.create_task(call("r1"))
+        await engine.update_weights(weights_of(build(seed=1), 1, live=True))
+        await asyncio.gather(begun, other)
+    assert done == ["r9", "r1"]
+
+
 async def test_a_request_kept_without_an_update_is_as_if_never_paused():
     async with serving() as engine:
         whole = await engine.generate(prompt(20), LONG)
@@ -177,17 +193,20 @@ async def test_a_request_kept_without_an_update_is_as_if_never_paused():
 
 
 async def test_a_pause_that_waits_lets_running_requests_finish_and_starts_no_others():
-    async with serving(max_num_seqs=1) as engine:
-        running = asyncio.create_task(engine.generate(prompt(20), LONG))
+    async with serving(max_num_seqs=2) as engine:
+        long = asyncio.create_task(engine.generate(prompt(20), LONG))
+        short = asyncio.create_task(engine.generate(prompt(9), PARAMS))
         queued = asyncio.create_task(engine.generate(prompt(10), PARAMS))
-        await until_sampled(engine, 5)
+        await until_sampled(engine, 4)
         await engine.pause("wait")
-        assert running.done()
-        assert (await running).finish_reason == "length"
+        assert long.done()
+        assert short.done()
+        assert (await long).finish_reason == "length"
         late = asyncio.create_task(engine.generate(prompt(11), PARAMS))
         await asyncio.sleep(0.02)
         assert not queued.done()
         assert not late.done()
+        assert engine.stats()["prompt_tokens"] == 0
         await engine.resume()
         assert len((await queued).token_ids) == len((await late).token_ids) == 12
 
