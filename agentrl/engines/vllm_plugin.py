@@ -80,8 +80,6 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         if init_info.leave:
             self._leave(init_info.name)
             return
-        for name in list(self._groups):
-            self._leave(name)  # the learner has left it: a transfer had failed
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._groups[init_info.name] = _join(init_info, init_info.rank_offset + rank)

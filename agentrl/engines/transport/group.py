@@ -77,6 +77,8 @@ class GroupTransport(WeightTransport):
         self._address: GroupAddress | None = None
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[tuple[WeightReceiver, int], ...] = ()
+        self._left: list[tuple[WeightReceiver, int, str]] = []
+        """Members, with their incarnation and group, that do not know yet that we have left."""
 
     async def send(
         self,
@@ -98,11 +100,8 @@ class GroupTransport(WeightTransport):
 
     async def close(self) -> None:
         """Leave the group."""
-        address, members = self._address, self._members
         self._tear_down()
-        if address is not None:
-            leaving = (member.leave_group(address.name) for member, _ in members)
-            await asyncio.gather(*leaving, return_exceptions=True)  # some may be gone already
+        await self._have_members_leave()
 
     async def _connect(self, receivers: Sequence[WeightReceiver]) -> None:
         await self.close()
@@ -140,10 +139,25 @@ class GroupTransport(WeightTransport):
             raise EngineError(f"the broadcast of weights failed ({error})") from error
 
     def _tear_down(self) -> None:
-        group, self._group, self._address, self._members = self._group, None, None, ()
-        if group is not None:
+        """End this side of the group at once; a member that waits for it gets an error."""
+        group, address, members = self._group, self._address, self._members
+        self._group, self._address, self._members = None, None, ()
+        if group is not None and address is not None:
+            self._left += [(member, i, address.name) for member, i in members]
             group.abort()
             dist.destroy_process_group(group)
+
+    async def _have_members_leave(self) -> None:
+        left, self._left = self._left, []
+        leaving = [
+            member.leave_group(name)
+            for member, incarnation, name in left
+            if member.incarnation == incarnation
+        ]
+        results = await asyncio.gather(*leaving, return_exceptions=True)
+        for result in results:  # a member that is gone or has left already is no failure of ours
+            if isinstance(result, BaseException) and not isinstance(result, EngineError):
+                raise result
 
 
 def _with_incarnations(

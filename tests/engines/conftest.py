@@ -1,0 +1,157 @@
+"""Engines of every kind that the contract suite runs against.
+
+`vllm` and `sglang` are real servers out of environments that `scripts/engine_env.py` makes;
+`fake-vllm` and `fake-sglang` are processes that answer like them, started by the same command
+lines. Each server is started once and serves all tests of the session.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from engines.tiny import MAX_MODEL_LEN, build_model, save_model, source_of
+from transformers import PreTrainedModel
+
+from agentrl.config import Config
+from agentrl.engines.base import Engine
+from agentrl.engines.factory import make_engine
+
+HERE = Path(__file__).parent
+SCRIPT = HERE.parents[1] / "scripts" / "engine_env.py"
+
+CPU_SERVERS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "extra": {"enforce_eager": True, "block_size": 32},
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    },
+    "sglang": {
+        "extra": {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": 20000,
+        },
+        "env": {"SGLANG_USE_CPU_ENGINE": "1"},
+    },
+}
+"""What the servers need on a CPU."""
+
+REAL = [pytest.param(kind, marks=pytest.mark.engine) for kind in ("vllm", "sglang")]
+SERVERS = ["fake-vllm", "fake-sglang", *REAL]
+ALL = ["transformers", *SERVERS]
+ORDER = ["transformers", "fake-vllm", "fake-sglang", "vllm", "sglang"]
+
+
+def server_config(kind: str, **engine: Any) -> Config:
+    """The configuration of one kind of server; keyword arguments override the section `engine`."""
+    name = kind.removeprefix("fake-")
+    if kind.startswith("fake-"):
+        section: dict[str, Any] = {"extra": {"token_seconds": 0.005}}
+        section["env"] = {"PYTHONPATH": str(HERE / "fake")}
+    else:
+        python = subprocess.run(
+            [sys.executable, str(SCRIPT), kind], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+        section = {"python": python, **copy.deepcopy(CPU_SERVERS[kind])}
+    section["env"] |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    section |= {"kind": name, "max_model_len": MAX_MODEL_LEN, "transport": "gloo", "bucket_mb": 1}
+    section["extra"] |= engine.pop("extra", {})
+    return Config(agent="agent.py", engine=section | engine)  # type: ignore[arg-type]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all tests of one kind of engine together, so that each server starts once."""
+
+    def place(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        kind = callspec.params.get("served") if callspec is not None else None
+        return ORDER.index(kind) if kind in ORDER else -1
+
+    items.sort(key=place)
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine, the two models whose weights it may hold, and which of them it holds."""
+
+    kind: str
+    engine: Engine
+    models: list[PreTrainedModel]
+    held: int = 0
+    versions: Any = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model whose weights the engine holds."""
+        return self.models[self.held]
+
+    async def load(self, index: int) -> int:
+        """Bring the weights of one of the models into the engine; returns their version."""
+        version = next(self.versions)
+        await self.engine.update_weights(source_of(self.models[index], version))
+        self.held = index
+        return version
+
+
+@pytest.fixture(scope="session")
+def models() -> list[PreTrainedModel]:
+    return [build_model(0), build_model(1)]
+
+
+@pytest.fixture(scope="session")
+def model_folder(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(models[0], tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def started(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Callable[[str], Any]]:
+    """Gives the session's engine of a kind, started at its first use; one real server at a time."""
+    engines: dict[str, EngineUnderTest] = {}
+
+    async def get(kind: str) -> EngineUnderTest:
+        if kind not in engines:
+            for other in [name for name in engines if name in CPU_SERVERS]:
+                await engines.pop(other).engine.close()
+            if kind == "transformers":
+                config = Config(
+                    agent="agent.py",  # type: ignore[arg-type]
+                    engine={"max_model_len": MAX_MODEL_LEN},  # type: ignore[arg-type]
+                )
+            else:
+                config = server_config(kind)
+            engine = make_engine(
+                config,
+                run_dir=tmp_path_factory.mktemp(kind),
+                model_folder=model_folder,
+                module=copy.deepcopy(models[0]),
+            )
+            await engine.start()
+            engines[kind] = EngineUnderTest(kind, engine, models)
+        return engines[kind]
+
+    yield get
+    for entry in engines.values():
+        await entry.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served(request: pytest.FixtureRequest, started: Any) -> EngineUnderTest:
+    """The engine of the kind that the test is parametrized with, holding the first model."""
+    entry: EngineUnderTest = await started(request.param)
+    if entry.held != 0:
+        await entry.load(0)
+    return entry
