@@ -67,6 +67,9 @@ def write_atomically(target: Path) -> Iterator[Path]:
             f"{target} could not be written ({error.strerror or error}): free some space or check "
             f"the permissions, then go on with --resume. {_what_is_kept(target)}"
         ) from error
+    except SaveError as error:
+        _restore(target, aside, replaced)
+        raise SaveError(f"{error} {_what_is_kept(target)}") from error
     except BaseException:
         _restore(target, aside, replaced)
         raise
@@ -95,7 +98,9 @@ def _what_is_kept(target: Path) -> str:
     if target.exists():
         return f"The earlier {target.name} is kept."
     latest = latest_checkpoint(target.parent)
-    return f"The checkpoint {latest.name} is kept." if latest else "No checkpoint was there before."
+    if latest is not None:
+        return f"The checkpoint {latest.name} is kept."
+    return "What was saved before is untouched."
 
 
 def _flush(folder: Path) -> None:

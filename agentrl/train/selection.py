@@ -8,7 +8,7 @@ members apart. An episode that is left out for being cut still counts in its gro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,8 +45,8 @@ class Selection:
 
 def select_episodes(trajectories: Sequence[Trajectory], algo: AlgoConfig) -> Selection:
     """Choose by reward, spread of the group's task scores, and truncation."""
-    rewards_E = np.array([_number(t.reward) for t in trajectories])
-    scores_E = np.array([_number(t.reward if t.score is None else t.score) for t in trajectories])
+    rewards_E = _floats(t.reward for t in trajectories)
+    scores_E = _floats(t.reward if t.score is None else t.score for t in trajectories)
     # An episode without a reward is no part of its group, whatever its score.
     scores_E[np.isnan(rewards_E)] = math.nan
     group_ids = tuple(t.group_id for t in trajectories)
@@ -65,5 +65,5 @@ def select_episodes(trajectories: Sequence[Trajectory], algo: AlgoConfig) -> Sel
     return Selection(trained, rewards_E, group_ids, equal)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _floats(values: Iterable[float | None]) -> NDArray[np.float64]:
+    return np.array([math.nan if x is None else x for x in values], dtype=np.float64)

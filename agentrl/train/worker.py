@@ -67,7 +67,7 @@ class LearnerWorker:
             value_head=config.algo.advantage.estimator == "gae",
         )
         if config.train.gradient_checkpointing:
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
         self.scheduler = build_scheduler(optimizer, config.train)
         world_size = group.world_size

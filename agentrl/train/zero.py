@@ -64,16 +64,14 @@ def make_whole(engine: Any) -> None:
         persistent[0].all_gather(persistent)
 
 
-def gather_in_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], bucket_numel: int = BUCKET_NUMEL
-) -> Iterator[tuple[str, Tensor]]:
+def gather_in_buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters, gathered some at a time. A collective: every rank must exhaust it.
 
     A partitioned parameter has no elements of its own, so that sizes are `ds_numel`. A tensor is
     valid until the next one is drawn.
     """
     deepspeed = _import_deepspeed()
-    for bucket in _buckets(named, bucket_numel):
+    for bucket in _buckets(named, BUCKET_NUMEL):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             for name, parameter in bucket:
                 yield name, parameter.data

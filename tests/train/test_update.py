@@ -1,0 +1,227 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from learner_parts import make_config, small_llama, trajectory
+
+from agentrl.errors import UsageError
+from agentrl.train.batch import build_samples
+from agentrl.train.learner import Learner
+from agentrl.train.minibatch import mini_batches
+from agentrl.train.selection import select_episodes
+from agentrl.train.update import policy_update
+from agentrl.types import StopReason
+
+TRAIN = {"lr": 1e-2}
+
+
+def batch():
+    """Two groups with a spread, one without."""
+    rewards = {"a": (0, 1, 0), "b": (2, 1), "same": (1, 1)}
+    return [
+        trajectory(reward, group=group, seed=seed, turns=(2, 1 + seed % 3))
+        for group, members in rewards.items()
+        for seed, reward in enumerate(members)
+    ]
+
+
+def weights_after(trajectories, updates: int = 1, **sections) -> tuple[torch.Tensor, dict]:
+    config = make_config(**{"train": TRAIN, **sections})
+    learner = Learner(small_llama(), config, reference=small_llama())
+    for _ in range(updates):
+        metrics = policy_update(learner, trajectories, config)
+    weights = torch.cat([w.flatten().clone() for _, w in learner.named_weights()])
+    learner.close()
+    return weights, metrics
+
+
+def test_groups_without_spread_and_unscored_episodes_are_left_out():
+    episodes = [
+        *batch(),
+        trajectory(None, group="a"),
+        trajectory(None, group="lost", stop=StopReason.ENV_ERROR),
+        trajectory(5.0, group="a", turns=()),
+    ]
+    selection = select_episodes(episodes, make_config().algo)
+    assert selection.trained == (0, 1, 2, 3, 4)
+    assert selection.metrics()["group/zero_variance"] == 2
+    assert selection.metrics()["group/unscored_share"] == 0.2
+
+
+def test_an_all_wrong_group_is_dropped_however_its_rewards_were_shaped():
+    """The filter is on the task's score (NeMo-RL#2431)."""
+    shaped = [trajectory(r, group="wrong", score=0.0) for r in (0.1, 0.2)]
+    solved = [trajectory(1.0, group="right", score=s) for s in (0.0, 1.0)]
+    assert select_episodes([*shaped, *solved], make_config().algo).trained == (2, 3)
+
+
+def test_groups_without_spread_stay_when_asked_for():
+    algo = make_config(algo={"advantage": {"drop_zero_variance": False}}).algo
+    assert len(select_episodes(batch(), algo).trained) == 7
+
+
+def test_a_batch_without_anything_to_learn_skips_the_step():
+    episodes = [trajectory(1.0), trajectory(1.0), trajectory(None)]
+    learner = Learner(small_llama(), make_config(train=TRAIN))
+    before = torch.cat([w.flatten().clone() for _, w in learner.named_weights()])
+    metrics = policy_update(learner, episodes, learner.config)
+    after = torch.cat([w.flatten().clone() for _, w in learner.named_weights()])
+    learner.close()
+    assert metrics["policy/skipped_updates"] == 1
+    assert metrics["policy/tokens_trained"] == 0
+    assert learner.optimizer_steps == 0
+    assert torch.equal(before, after)
+
+
+def test_no_episode_at_all_skips_the_step():
+    learner = Learner(small_llama(), make_config(train=TRAIN))
+    assert policy_update(learner, [], learner.config)["policy/skipped_updates"] == 1
+    learner.close()
+
+
+def test_members_without_a_reward_change_nothing():
+    """[None, -1, -2, None] trains what [-1, -2] trains (trl#6427)."""
+    scored = [trajectory(-1.0, seed=1), trajectory(-2.0, seed=2)]
+    unset = [trajectory(None, seed=3), trajectory(None, seed=4)]
+    alone, _ = weights_after(scored)
+    among, _ = weights_after([unset[0], *scored, unset[1]])
+    assert torch.equal(alone, among)
+
+
+def test_a_cut_episode_counts_in_the_baseline_but_not_in_the_loss():
+    """(trl#6439)"""
+    cut = trajectory(0.0, seed=2, stop=StopReason.MAX_TOKENS)
+    algo = {"loss": {"mask_truncated": True}, "advantage": {"normalize_std": False}}
+    _, metrics = weights_after([trajectory(1.0, seed=1), cut], algo=algo)
+    assert metrics["policy/tokens_trained"] == 4
+    assert metrics["advantage/mean"] == 0.5  # 1 - (1 + 0) / 2
+    # the ratio is 1: minus the advantage, averaged over the kept episode's tokens alone
+    assert metrics["policy/policy_loss"] == pytest.approx(-0.5)
+
+
+def test_turns_do_not_change_the_number_of_optimizer_steps():
+    """K turns do not mean K optimizer steps (ROLL#409)."""
+    for turns in ((1,), (1, 1, 1, 1)):
+        config = make_config(train=TRAIN | {"ppo_epochs": 2, "mini_batches": 2})
+        learner = Learner(small_llama(), config)
+        episodes = [trajectory(r, seed=s, turns=turns) for s, r in enumerate((0, 1, 2, 3))]
+        assert policy_update(learner, episodes, config)["policy/optimizer_steps"] == 4
+        assert learner.optimizer_steps == 4
+        learner.close()
+
+
+def test_an_update_is_repeatable_bit_for_bit():
+    train = TRAIN | {"ppo_epochs": 2, "mini_batches": 2}
+    one, first = weights_after(batch(), updates=2, train=train)
+    two, second = weights_after(batch(), updates=2, train=train)
+    assert torch.equal(one, two)
+    assert first == second
+
+
+def test_mini_batches_hold_every_episode_once_a_pass_with_all_its_sequences():
+    config = make_config(train={"mini_batches": 2, "ppo_epochs": 2})
+    samples = build_samples(batch(), range(7))
+    doubled = [*samples, *samples]  # two sequences of each episode
+    steps = list(mini_batches(doubled, config, seed=(0, 0)))
+    assert len(steps) == 4
+    for first, second in (steps[:2], steps[2:]):
+        assert {s.episode for s in first} & {s.episode for s in second} == set()
+        assert sorted(s.episode for s in (*first, *second)) == sorted([*range(7)] * 2)
+    for step in steps:
+        assert sum(s.weights.sum() for s in step) == pytest.approx(1.0)
+    again = list(mini_batches(doubled, config, seed=(0, 1)))
+    assert [[s.episode for s in step] for step in steps] != [
+        [s.episode for s in step] for step in again
+    ]
+
+
+def test_an_episode_that_forked_counts_as_one_sequence():
+    config = make_config(algo={"loss": {"aggregation": "seq-mean-token-sum"}})
+    one, two = build_samples(batch(), range(2))
+    (step,) = mini_batches([one, one, two], config, seed=(0, 0))
+    assert [s.weights[0] for s in step] == [0.5, 0.5, 0.5]
+
+
+def test_better_episodes_become_more_likely():
+    episodes = [trajectory(float(seed == 0), seed=seed) for seed in range(4)]
+    config = make_config(train=TRAIN)
+    learner = Learner(small_llama(), config)
+    samples = build_samples(episodes, range(4))
+    before = [x.sum() for x in learner.logprobs(samples)]
+    policy_update(learner, episodes, config)
+    after = [x.sum() for x in learner.logprobs(samples)]
+    learner.close()
+    assert after[0] - before[0] > max(a - b for a, b in zip(after[1:], before[1:], strict=True))
+
+
+@pytest.mark.parametrize(("epochs", "old"), [(1, "learner"), (2, "learner"), (2, "sampler")])
+def test_the_mismatch_is_between_sampler_and_learner_before_the_update(epochs: int, old: str):
+    """The sampler said -3.0 for every token."""
+    learner = Learner(small_llama(), make_config())
+    samples = build_samples(batch(), range(5))
+    distance = np.abs(np.concatenate(learner.logprobs(samples)) + 3.0)
+    learner.close()
+    _, metrics = weights_after(
+        batch(), train=TRAIN | {"ppo_epochs": epochs}, algo={"loss": {"old_logprobs": old}}
+    )
+    assert metrics["mismatch/log_ratio_mean"] == pytest.approx(distance.mean(), rel=1e-4)
+    assert metrics["mismatch/log_ratio_max"] == pytest.approx(distance.max(), rel=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_first_ratio_is_one_at_any_temperature(temperature: float):
+    """Unchanged weights (TRL#4159, verl#6240); two epochs, so that the old ones are explicit."""
+    _, metrics = weights_after(
+        batch(),
+        rollout={"temperature": temperature},
+        train={"lr": 1e-12, "ppo_epochs": 2},
+    )
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_samplers_logprobs_are_the_denominator_when_asked_for():
+    _, metrics = weights_after(batch(), algo={"loss": {"old_logprobs": "sampler"}})
+    assert metrics["policy/ratio_mean"] != pytest.approx(1.0, abs=0.01)
+
+
+def test_missing_sampler_logprobs_are_an_error_where_they_are_needed_and_none_elsewhere():
+    episodes = [trajectory(r, seed=r, logprobs=False) for r in (0, 1)]
+    _, metrics = weights_after(episodes)
+    assert "mismatch/kl" not in metrics
+    with pytest.raises(UsageError, match=r"algo\.loss\.old_logprobs learner"):
+        weights_after(episodes, algo={"loss": {"old_logprobs": "sampler"}})
+
+
+def test_the_kl_to_the_reference_is_zero_at_first_and_grows():
+    algo = {"kl": {"coef": 0.01}}
+    _, first = weights_after(batch(), algo=algo)
+    _, third = weights_after(batch(), algo=algo, updates=3)
+    assert first["policy/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert third["policy/kl"] > 1e-4
+
+
+def test_the_value_head_learns_to_explain_the_returns():
+    # the last token tells the reward of each episode
+    episodes = [trajectory(float(seed % 2), seed=seed, turns=(3,)) for seed in range(6)]
+    algo = {"advantage": {"estimator": "gae", "lam": 1.0}, "value": {"clip": 0.0}}
+    _, first = weights_after(episodes, algo=algo)
+    _, last = weights_after(episodes, algo=algo, updates=20)
+    assert first["value/mean"] == 0.0
+    assert first["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert first["return/mean"] == pytest.approx(0.5)
+    assert last["value/explained_variance"] > 0.5
+    assert last["policy/value_loss"] < first["policy/value_loss"]
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one():
+    _, metrics = weights_after(batch(), algo={"advantage": {"estimator": "gae"}})
+    assert metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_every_metric_is_finite():
+    _, metrics = weights_after(batch(), algo={"kl": {"coef": 0.1}, "entropy_coef": 0.01})
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {"policy/policy_loss", "policy/kl", "policy/entropy", "policy/clip_fraction",
+            "policy/ratio_mean", "policy/grad_norm", "policy/lr"} <= metrics.keys()  # fmt: skip
