@@ -55,7 +55,6 @@ class InstanceRunner:
         self._thread = _InstanceThread(name) if self._blocking else None
         self._instance: AgentInstance | None = None
         self._hung = False
-        self._closed = False
         self.seconds = 0.0
 
     async def build(self) -> None:
@@ -91,14 +90,11 @@ class InstanceRunner:
         return await self._call("step", action)
 
     async def close(self) -> None:
-        """Close the instance, if it was built and not closed before.
+        """Close the instance, if it was built, and end its thread. Called once.
 
         Whatever `close` itself does wrong is logged: the episode's result stands. Cancellation
         waits for `close`, for at most `rollout.close_timeout`.
         """
-        if self._closed:
-            return
-        self._closed = True
         try:
             if self._instance is None or (self._hung and "close" in self._blocking):
                 # Whatever still runs in the thread is followed by close, if it ever ends.
