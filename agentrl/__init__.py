@@ -5,6 +5,8 @@ An agent file imports what it needs from here. Importing this package does not i
 
 from agentrl.errors import AgentError, AgentRLError, EngineError, UsageError
 from agentrl.executors.base import AgentExecutor, AgentInstance
+from agentrl.executors.single_turn import SingleTurnAgent
+from agentrl.executors.tools import ToolAgent, ToolError
 from agentrl.types import (
     Action,
     Example,
@@ -33,9 +35,12 @@ __all__ = [
     "Observation",
     "SamplingParams",
     "Sequence",
+    "SingleTurnAgent",
     "StepResult",
     "StopReason",
+    "ToolAgent",
     "ToolCall",
+    "ToolError",
     "Trajectory",
     "Turn",
     "UsageError",

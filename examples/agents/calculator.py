@@ -13,7 +13,7 @@ import random
 import re
 
 import agentrl as rl
-from agentrl.executors.tools import ToolAgent, ToolError
+from agentrl import ToolAgent, ToolError
 
 OPERATORS = {
     ast.Add: operator.add,
