@@ -29,6 +29,8 @@ PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 GRACE_SECONDS = 10.0
 """How long a server may take to end after SIGTERM."""
+LEFTOVER_SECONDS = 0.5
+"""How long what it started may live on after it."""
 POLL_SECONDS = 0.5
 
 
@@ -61,16 +63,15 @@ def _reap() -> None:
             pass
 
 
-def _end_everything(group: int, grace: float) -> None:
-    """SIGTERM the server's group, wait, then SIGKILL whatever is left below this process."""
+def _end_everything(child: subprocess.Popen[bytes]) -> None:
+    """SIGTERM the server's group, wait for the server, then SIGKILL whatever is left below us."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while _descendants(os.getpid()) and time.monotonic() < deadline:
-        _reap()
-        time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_SECONDS)
+    deadline = time.monotonic() + LEFTOVER_SECONDS
     while remaining := _descendants(os.getpid()):
-        for pid in remaining:
+        for pid in remaining if time.monotonic() > deadline else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
         if received is not None and received.si_signo in STOP_SIGNALS:
             break
         status = child.poll()
-    _end_everything(child.pid, GRACE_SECONDS)
+    _end_everything(child)
     if status is None:
         status = child.poll()
     return 1 if status is None else status if status >= 0 else 128 - status

@@ -1,0 +1,120 @@
+"""Command lines and transports as functions of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl.config import EngineConfig
+from agentrl.engines.launch import server_options, sglang_launch, vllm_launch
+from agentrl.engines.transport.select import transport_name
+from agentrl.engines.vllm import install_plugin
+from agentrl.errors import UsageError
+
+
+def test_options_become_flags() -> None:
+    options = {"enforce_eager": True, "async_scheduling": False, "sizes": [1, 2], "seed": 0}
+    assert server_options(options) == [
+        "--enforce-eager",
+        "--no-async-scheduling",
+        "--sizes",
+        "1",
+        "2",
+        "--seed",
+        "0",
+    ]
+
+
+def test_a_table_becomes_json() -> None:
+    flags = server_options({"compilation_config": {"mode": 3}})
+    assert flags == ["--compilation-config", '{"mode": 3}']
+
+
+def test_extra_options_go_through_and_win(tmp_path: Path) -> None:
+    config = EngineConfig(
+        kind="vllm", python="/venv/bin/python", extra={"max_num_seqs": 7, "quantization": "fp8"}
+    )
+    launch = vllm_launch(config, "m", dtype="bfloat16", max_model_len=64, plugin=tmp_path)
+    line = launch.with_port(8000)
+    assert line[:5] == ["/venv/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert line[line.index("--max-num-seqs") + 1] == "7"
+    assert line[line.index("--quantization") + 1] == "fp8"
+    assert line[line.index("--host") + 1] == "127.0.0.1"
+    assert line[-2:] == ["--port", "8000"]
+
+
+def test_the_plugin_comes_before_the_users_own_python_path(tmp_path: Path) -> None:
+    config = EngineConfig(kind="vllm", env={"PYTHONPATH": "/mine"})
+    launch = vllm_launch(config, "m", dtype="float32", max_model_len=64, plugin=tmp_path)
+    assert launch.env["PYTHONPATH"] == f"{tmp_path}:/mine"
+
+
+def test_an_api_key_does_not_show_in_vllms_command_line(tmp_path: Path) -> None:
+    config = EngineConfig(kind="vllm", api_key="secret")
+    launch = vllm_launch(config, "m", dtype="float32", max_model_len=64, plugin=tmp_path)
+    assert "secret" not in launch.command
+    assert launch.env["VLLM_API_KEY"] == "secret"
+
+
+def test_sglang_gets_room_for_the_tokens_it_keeps_for_itself() -> None:
+    launch = sglang_launch(EngineConfig(kind="sglang"), "m", dtype="float32", max_model_len=512)
+    line = launch.with_port(1)
+    assert int(line[line.index("--context-length") + 1]) > 512
+
+
+def test_the_plugin_is_found_as_an_installed_distribution(tmp_path: Path) -> None:
+    import importlib.metadata
+
+    folder = install_plugin(tmp_path / "plugin")
+    (distribution,) = importlib.metadata.distributions(path=[str(folder)])
+    (entry,) = distribution.entry_points
+    assert entry.group == "vllm.general_plugins"
+    assert (folder / f"{entry.module}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "expected"),
+    [
+        ({}, False, "gloo"),
+        ({}, True, "ipc"),
+        ({"urls": ["http://127.0.0.1:1"]}, True, "ipc"),
+        ({"urls": ["http://node-2:8000"]}, True, "nccl"),
+        ({"transport": "disk"}, True, "disk"),
+    ],
+)
+def test_auto_takes_the_transport_that_fits(
+    settings: dict[str, Any], on_gpu: bool, expected: str
+) -> None:
+    assert transport_name(EngineConfig(kind="vllm", **settings), on_gpu=on_gpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "remedy"),
+    [
+        ({"kind": "vllm", "transport": "nccl"}, False, "gloo or disk"),
+        ({"kind": "vllm", "transport": "ipc", "urls": ["http://node-2:1"]}, True, "one host only"),
+        ({"kind": "sglang", "transport": "gloo", "data_parallel_size": 2}, True, "num_engines"),
+    ],
+)
+def test_a_transport_that_cannot_work_is_refused(
+    settings: dict[str, Any], on_gpu: bool, remedy: str
+) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        transport_name(EngineConfig(**settings), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kind": "transformers", "num_engines": 2}, "engine.num_engines"),
+        ({"kind": "vllm", "urls": ["http://a"], "python": "/p"}, "engine.python"),
+        ({"kind": "vllm", "sleep_level": 2}, "engine.enable_sleep"),
+        ({"kind": "vllm", "gpus": [0, 1], "num_engines": 4}, "engine.gpus"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_errors(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        EngineConfig(**settings)
