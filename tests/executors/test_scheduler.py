@@ -204,7 +204,8 @@ async def test_an_episode_that_does_not_end_times_out_and_says_where_it_hung():
             finally:
                 closed.append(llm.rollout_id)
 
-    result = await make(Loop(hang), max_retries=0, episode_timeout=0.05).run(requests(1, 2))
+    run = make(Loop(hang), max_retries=0, episode_timeout=0.05).run(requests(1, 2))
+    result = await asyncio.wait_for(run, 10)
     (dropped,) = result.dropped
     assert dropped.stop_reason is StopReason.TIMEOUT
     assert "rollout.episode_timeout (0.05 s)" in dropped.error
@@ -308,7 +309,7 @@ async def test_a_usage_error_inside_an_episode_ends_the_run_and_closes_the_other
             closed.append(llm.rollout_id)
 
     with pytest.raises(UsageError, match=r"rollout\.max_tokens"):
-        await make(Loop(first_is_wrong)).run(requests(1, 4))
+        await asyncio.wait_for(make(Loop(first_is_wrong)).run(requests(1, 4)), 10)
     assert len(closed) == 3
 
 
