@@ -128,6 +128,7 @@ class TrainingRun:
         """Go through the steps that are left, then save the model and the summary."""
         async with self._sampler:
             await self._push_weights()
+            self._sampler.engine.stats()  # what came before the first step is no step's
             while self._state.step < self._config.train.max_steps:
                 metrics = await self._step()
                 if self._due(self._config.train.eval_steps):

@@ -1,0 +1,210 @@
+"""Whole runs, as a user starts them: real processes, real files, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.train.trajectories import read_trajectories
+
+ROOT = Path(__file__).parents[2]
+AGENT = ROOT / "examples" / "agents" / "number_guess.py"
+STEPS = 6
+TIMES = ("time/", "throughput/", "episode/", "rollout/seconds")
+
+
+def command(run_dir: Path, *flags: str) -> list[str]:
+    return [
+        *("-m", "agentrl", "train", "--agent", str(AGENT), "--log.run_dir", str(run_dir)),
+        *("--rollout.batch_size", "8", "--rollout.n_samples_per_prompt", "4"),
+        *("--rollout.max_new_tokens", "3", "--rollout.max_turns", "3"),
+        *("--rollout.max_tokens", "160", "--train.mini_batches", "2", "--train.lr", "1e-3"),
+        *("--train.max_steps", str(STEPS), "--train.save_steps", "2", *flags),
+    ]
+
+
+def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def run(arguments: list[str], **options: object) -> tuple[int, str, str]:
+    process = start(arguments, **options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)}
+        for line in lines
+    ]
+
+
+def weights_of(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until `step` was logged and the next one is probably under way."""
+    file = run_dir / "metrics.jsonl"
+    while not (file.exists() and file.read_text().count("\n") >= step):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    status, out, err = run(command(run_dir))
+    assert status == 0, err
+    assert str(run_dir / "report.html") in out
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    assert metrics_of(run_dir) == metrics_of(other)
+    assert weights_of(run_dir) == weights_of(other)
+
+
+def test_a_run_leaves_what_it_promises(uninterrupted: Path) -> None:
+    assert [line["step"] for line in metrics_of(uninterrupted)] == list(range(1, STEPS + 1))
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert 0 <= summary["reward_first"] <= 1
+    assert 0 <= summary["reward_last"] <= 1
+    assert summary["train_seconds"] > 0
+    for name in ("report.html", "curve.png", "config.toml"):
+        assert (uninterrupted / name).stat().st_size > 0
+
+    episodes = [
+        trajectory
+        for step in range(1, STEPS + 1)
+        for trajectory in read_trajectories(uninterrupted / f"trajectories/{step:06d}.parquet")
+    ]
+    assert len({trajectory.rollout_id for trajectory in episodes}) == STEPS * 8 * 4
+    assert sum(trajectory.num_sampled for trajectory in episodes) == summary["tokens_sampled"]
+    # On-policy: a token of step k was sampled from the weights after k - 1 steps.
+    for step in range(1, STEPS + 1):
+        for trajectory in read_trajectories(uninterrupted / f"trajectories/{step:06d}.parquet"):
+            for sequence in trajectory.sequences:
+                assert set(sequence.weight_versions[sequence.response_mask]) == {step - 1}
+
+
+def test_the_final_model_is_a_hugging_face_folder_with_trained_weights(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "model")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "model")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1"}], add_generation_prompt=True, return_tensors="pt"
+    )
+    assert torch.isfinite(model(**ids).logits).all()
+
+    from agentrl.models.tiny import build_tiny
+
+    fresh, _ = build_tiny(0)
+    assert not torch.equal(fresh.lm_head.weight, model.lm_head.weight)
+
+
+def test_the_sampler_and_the_learner_agree_on_log_probabilities(uninterrupted: Path) -> None:
+    trained = [line for line in metrics_of(uninterrupted) if not line["policy/skipped_updates"]]
+    assert len(trained) >= 3
+    for line in trained:
+        assert abs(line["mismatch/log_ratio_max"]) < 1e-4
+
+
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_a_killed_run_resumes_to_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, at_step: int
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir))
+    wait_for_step(run_dir, at_step, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (run_dir / "summary.json").exists()
+
+    status, _, err = run(command(run_dir, "--resume"))
+    assert status == 0, err
+    assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_saves_its_finished_steps_and_resumes_to_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, signum: signal.Signals, status: int
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir))
+    wait_for_step(run_dir, 1, process)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    assert f"--resume {run_dir}" in err
+    finished = len(metrics_of(run_dir))
+    assert (run_dir / "checkpoints" / f"step-{finished:08d}").is_dir()
+
+    resumed_status, _, err = run(["-m", "agentrl", "train", "--resume", str(run_dir)])
+    assert resumed_status == 0, err
+    assert_same_run(run_dir, uninterrupted)
+
+
+def limit_files(size: int) -> Callable[[], None]:
+    """A file that grows beyond `size` bytes fails as it does on a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_full_disk_is_one_message_and_loses_no_checkpoint(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    status, _, err = run(command(run_dir, "--train.max_steps", "2"))
+    assert status == 0, err
+
+    status, _, err = run(command(run_dir, "--resume"), preexec_fn=limit_files(512 * 1024))
+    assert status == 1
+    assert "Traceback" not in err
+    assert "step-00000004" in err
+    assert "step-00000002 is kept" in err
+    assert (run_dir / "checkpoints" / "step-00000002").is_dir()
+
+    status, _, err = run(command(run_dir, "--resume"))
+    assert status == 0, err
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_a_run_directory_that_exists_is_refused(uninterrupted: Path) -> None:
+    before = weights_of(uninterrupted)
+    status, _, err = run(command(uninterrupted))
+    assert status == 2
+    assert "--resume" in err
+    assert weights_of(uninterrupted) == before
+
+
+def test_two_ranks_train_as_one(uninterrupted: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    status, _, err = run(launcher + command(run_dir, "--train.max_steps", "2"))
+    assert status == 0, err
+    for one, two in zip(metrics_of(uninterrupted), metrics_of(run_dir), strict=False):
+        assert two["reward/mean"] == one["reward/mean"]
+        assert two["policy/loss"] == pytest.approx(one["policy/loss"], rel=1e-3, abs=1e-5)
+        assert two["policy/grad_norm"] == pytest.approx(one["policy/grad_norm"], rel=1e-3)
