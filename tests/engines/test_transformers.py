@@ -15,7 +15,14 @@ from embedded_models import (
     response_logprobs,
     serving,
 )
-from transformers import BertConfig, BertForMaskedLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from agentrl.engines.embedded.sampling import uniforms
 from agentrl.engines.transformers import TransformersEngine
@@ -231,6 +238,15 @@ def _linear_attention_model():
     )  # fmt: skip
 
 
+def _softcapped():
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        )
+    )  # fmt: skip
+
+
 def _encoder():
     return BertForMaskedLM(
         BertConfig(
@@ -244,6 +260,7 @@ def _encoder():
     ("make", "message"),
     [
         (_linear_attention_model, "layers of type linear_attention"),
+        (_softcapped, "attn_logit_softcapping"),
         (_encoder, "not a decoder-only language model"),
         (lambda: build(max_position_embeddings=64), "max_model_len is 128, but the model allows"),
         (

@@ -28,6 +28,7 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
     kind = f"a model of type {config.model_type}"
     if config.is_encoder_decoder or not model.can_generate():
         raise EngineError(f"{kind} is not a decoder-only language model: choose a causal one")
+    config = config.get_text_config()
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if foreign:
         raise EngineError(
