@@ -86,12 +86,20 @@ def test_a_raising_constructor_is_an_error(tmp_path):
 
 
 def test_a_hanging_plain_step_is_named_with_its_call_and_its_limit(tmp_path):
-    step = "def step(self, action):\n    time.sleep(30)\n"
+    log = tmp_path / "calls.txt"
+    step = f"""\
+    def step(self, action):
+        with open({str(log)!r}, "a") as calls:
+            calls.write("step ")
+        time.sleep(30)
+    """
     report = check(tmp_path, instance(step=step), step_timeout=0.2)
     ((level, message),) = of(report, "hanging")
     assert level == "error"
     assert "call 1 of step" in message
     assert "0.2 s" in message
+    # The two episodes of the first example; the other examples would only hang again.
+    assert log.read_text() == "step step "
 
 
 def test_a_hanging_coroutine_is_named_too(tmp_path):
