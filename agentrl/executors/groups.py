@@ -49,7 +49,9 @@ class RolloutResult:
 
     Attributes:
         groups: those with enough scored members, in the order of the requests.
-        dropped: the last attempt of every member that never completed, sorted by rollout_id.
+        outcomes: the last attempt of every member of every request, sorted by rollout_id; those
+            of dropped groups and of members that failed are among them.
+        dropped: those outcomes that never completed.
         num_completed: episodes that ended by themselves; failed attempts do not count.
         num_failed: failed attempts, by how they failed.
         num_retried: attempts beyond the first of a member.
@@ -61,6 +63,7 @@ class RolloutResult:
     # Not in the repr: it would take seconds, and asyncio prints a task's result when it restores
     # the signal handlers.
     groups: tuple[RolloutGroup, ...] = field(repr=False)
+    outcomes: tuple[Trajectory, ...] = field(repr=False)
     dropped: tuple[Trajectory, ...] = field(repr=False)
     num_completed: int
     num_failed: Mapping[StopReason, int]
@@ -71,7 +74,7 @@ class RolloutResult:
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """All episodes of all groups."""
+        """All episodes of all groups, to train on."""
         return tuple(t for group in self.groups for t in group.trajectories)
 
     def metrics(self) -> dict[str, float]:

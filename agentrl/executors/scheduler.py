@@ -268,14 +268,16 @@ class _Batch:
         """The groups in the order of the requests, their members sorted by rollout_id."""
         groups = []
         for request in self._requests:
-            outcomes = [self.outcomes[rollout_id] for rollout_id in request.rollout_ids()]
-            completed = tuple(t for t in outcomes if not t.stop_reason.failed)
+            members = [self.outcomes[rollout_id] for rollout_id in request.rollout_ids()]
+            completed = tuple(t for t in members if not t.stop_reason.failed)
             group = RolloutGroup(request.group_id, request.example_id, completed)
             if len(group.rewards) >= min_group_size:
                 groups.append(group)
-        dropped = tuple(sorted(self.failures, key=lambda trajectory: trajectory.rollout_id))
+        outcomes = tuple(self.outcomes[rollout_id] for rollout_id in sorted(self.outcomes))
+        dropped = tuple(trajectory for trajectory in outcomes if trajectory.stop_reason.failed)
         return RolloutResult(
             groups=tuple(groups),
+            outcomes=outcomes,
             dropped=dropped,
             num_completed=self.size - len(dropped),
             num_failed=dict(sorted(self.num_failed.items())),

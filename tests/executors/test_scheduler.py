@@ -268,6 +268,10 @@ async def test_a_group_with_too_few_scored_members_is_dropped_and_counted():
     assert result.num_dropped_groups == 2
     assert len(result.dropped) == 2
     assert result.num_completed == 7
+    # The writer and an evaluation see all nine all the same.
+    assert [outcome.rollout_id for outcome in result.outcomes] == [
+        rollout_id for request in requests(3, 3) for rollout_id in request.rollout_ids()
+    ]
 
 
 async def test_when_every_episode_fails_the_run_ends_with_the_first_traceback():
