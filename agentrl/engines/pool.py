@@ -62,6 +62,7 @@ class EnginePool(Engine):
         self._newest: WeightSource | None = None
         self._updating = asyncio.Lock()
         self._reviving: dict[RemoteEngine, asyncio.Task[None]] = {}
+        self._revival_ended = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
@@ -163,14 +164,27 @@ class EnginePool(Engine):
             raise EngineError("no engine is alive: see the logs in the run's folder `engines`")
         return living
 
+    async def settled(self) -> None:
+        """Wait until no dead engine is being replaced."""
+        while self._awaited():
+            await self._revival_ended.wait()
+
     def _serves(self, engine: RemoteEngine) -> bool:
         return not engine.dead and engine not in self._reviving and engine.condemned is None
 
+    def _awaited(self) -> list[RemoteEngine]:
+        """Engines that are being replaced, or will be as soon as their watcher runs."""
+        return [
+            engine
+            for engine in self.engines
+            if engine in self._reviving or (engine.dead and self._restarts_left[engine] > 0)
+        ]
+
     async def _wait_for_an_engine(self) -> None:
-        if not self._reviving:
+        if not self._awaited():
             reasons = {engine.condemned or "its server has died" for engine in self.engines}
             raise EngineError(f"no engine takes requests: {'; '.join(sorted(reasons))}")
-        await asyncio.wait(self._reviving.values(), return_when=asyncio.FIRST_COMPLETED)
+        await self._revival_ended.wait()
 
     async def _watch(self, engine: RemoteEngine) -> None:
         """Start `engine` again whenever its server dies."""
@@ -187,6 +201,8 @@ class EnginePool(Engine):
                 logger.error("%s was not brought back: %s", engine.label, error)
             finally:
                 del self._reviving[engine]
+                ended, self._revival_ended = self._revival_ended, asyncio.Event()
+                ended.set()
 
     async def _revive(self, engine: RemoteEngine) -> None:
         await engine.restart()

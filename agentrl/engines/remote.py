@@ -152,8 +152,9 @@ class RemoteEngine(Engine, UpdatableEngine):
         `set_version` and `resume`, as at the end of an update, let it serve.
         """
         assert self.server is not None
-        self._gate.condemn("its server was started again and does not hold the newest weights")
+        self._gate.condemn(self.server.describe_death())
         await self.server.restart()
+        self._gate.condemn("its server was started again and does not hold the newest weights")
         await self._connect()
         self._stats.forget_server()
         self._asleep.clear()

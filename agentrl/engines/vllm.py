@@ -25,6 +25,7 @@ from agentrl.types import SamplingParams
 __all__ = ["VLLMEngine", "install_plugin"]
 
 PLUGIN = "agentrl_vllm_plugin"
+MAX_TEMPERATURE = 2.0
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
 
@@ -126,7 +127,11 @@ class VLLMEngine(RemoteEngine):
         await self._client.post("/update_weights", {"update_info": info})
 
     def _refuse_unsupported(self, params: SamplingParams) -> None:
-        """vLLM samples everything that `SamplingParams` can say."""
+        if params.temperature > MAX_TEMPERATURE:
+            raise EngineError(
+                f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}, not at "
+                f"{params.temperature:g}: lower rollout.temperature"
+            )
 
     async def _sample(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None

@@ -52,7 +52,7 @@ async def test_a_stop_token_ends_the_turn_and_is_its_last_token(served: EngineUn
 
 
 async def test_an_id_that_no_stop_list_names_is_an_ordinary_token(served: EngineUnderTest) -> None:
-    params = SamplingParams(200, temperature=3.0)
+    params = SamplingParams(200, temperature=2.0)
     result = await served.engine.generate(PROMPT, params)
     assert len(result.token_ids) == 200
 
@@ -129,7 +129,7 @@ async def test_many_requests_at_once_are_all_answered_in_full(served: EngineUnde
 
 async def test_a_cancelled_request_is_ended_on_the_server(served: EngineUnderTest) -> None:
     request = asyncio.create_task(
-        served.engine.generate(PROMPT, SamplingParams(400, temperature=3.0))
+        served.engine.generate(PROMPT, SamplingParams(400, temperature=2.0))
     )
     await asyncio.sleep(0.1)
     request.cancel()
@@ -146,7 +146,7 @@ async def test_an_aborted_request_keeps_its_tokens_and_arrays_of_one_length(
 ) -> None:
     # slime#1440
     request = asyncio.create_task(
-        served.engine.generate(PROMPT, SamplingParams(400, temperature=3.0))
+        served.engine.generate(PROMPT, SamplingParams(400, temperature=2.0))
     )
     await asyncio.sleep(0.15)
     await served.engine.pause("abort")
