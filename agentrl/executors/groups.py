@@ -57,7 +57,7 @@ class RolloutResult:
         num_retried: attempts beyond the first of a member.
         num_dropped_groups: groups with too few scored members.
         seconds: wall time.
-        warnings: what a user should know about this batch, a sentence each.
+        warnings: what a user should know about this batch: a sentence by its kind.
     """
 
     # Not in the repr: it would take seconds, and asyncio prints a task's result when it restores
@@ -70,7 +70,7 @@ class RolloutResult:
     num_retried: int
     num_dropped_groups: int
     seconds: float
-    warnings: tuple[str, ...] = ()
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -93,29 +93,29 @@ class RolloutResult:
 
 def batch_warnings(
     groups: SequenceABC[RolloutGroup], dropped: SequenceABC[Trajectory]
-) -> tuple[str, ...]:
-    """What is suspicious about a batch as a whole, a sentence each."""
-    warnings = []
+) -> dict[str, str]:
+    """What is suspicious about a batch as a whole: a sentence by its kind."""
+    warnings = {}
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if trajectories and all(_last_turn_cut(trajectory) for trajectory in trajectories):
-        warnings.append(
+        warnings["all_cut"] = (
             "every episode ended in an answer that was cut by the token limit: raise "
             "rollout.max_new_tokens (or rollout.max_tokens)"
         )
     compared = [group.rewards for group in groups if len(group.rewards) > 1]
     if compared and all(min(rewards) == max(rewards) for rewards in compared):
-        warnings.append(
+        warnings["no_spread"] = (
             "no group has any spread of rewards, so this batch teaches nothing: check the reward, "
             "the difficulty of the examples and rollout.temperature"
         )
     if dropped:
         first = dropped[0]
         reason = (first.error or first.stop_reason).strip().splitlines()[-1]
-        warnings.append(
+        warnings["dropped"] = (
             f"{len(dropped)} episodes failed every attempt and were dropped; the first, "
             f"{first.rollout_id}: {reason}"
         )
-    return tuple(warnings)
+    return warnings
 
 
 def _last_turn_cut(trajectory: Trajectory) -> bool:

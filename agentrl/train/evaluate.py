@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +17,8 @@ from agentrl.train.eval_result import EvalResult, summarize
 from agentrl.train.sampler import Sampler, build_engine
 
 __all__ = ["evaluate"]
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(config: Config) -> EvalResult:
@@ -50,4 +53,6 @@ async def _evaluate(
         await sampler.engine.update_weights(weights)
         groups = all_groups(examples, config.train.eval_samples_per_prompt, prefix="eval-")
         rollout = await sampler.run(groups)
-    return summarize([*rollout.trajectories, *rollout.dropped])
+    for warning in rollout.warnings.values():
+        logger.warning("%s", warning)
+    return summarize(rollout.outcomes)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from agentrl.config import Config
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
-from agentrl.errors import UsageError
+from agentrl.errors import AgentError, UsageError
 from agentrl.executors.groups import RolloutResult
 from agentrl.plugin import Agent, load_agent
 from agentrl.train.checkpoint import (
@@ -47,6 +47,9 @@ __all__ = ["train"]
 
 SUMMARY_STEPS = 5
 """`reward_first` and `reward_last` are means over so many steps."""
+
+MAX_EMPTY_BATCHES = 3
+"""So many batches without a single usable group end the run."""
 
 
 def train(config: Config, *, resume: bool = False) -> Path:
@@ -122,6 +125,8 @@ class TrainingRun:
         )
         self._sampler = Sampler(config, agent, engine, self._tokenizer, learner.generation_config)
         self._saved_step = state.step
+        self._empty_batches = 0
+        self._warned: set[str] = set()
         self._began = time.perf_counter() - state.train_seconds
 
     async def run(self, stop: StopRequest) -> None:
@@ -159,7 +164,7 @@ class TrainingRun:
             self._state.rewards.append(metrics[REWARD])
         metrics |= engine_metrics(self._sampler.engine.stats())
         metrics["throughput/tokens_per_second"] = sampled / rollout.seconds
-        self._write_trajectories([*rollout.trajectories, *rollout.dropped])
+        self._write_trajectories(rollout.outcomes)
         return metrics
 
     async def _sample(self) -> RolloutResult:
@@ -167,7 +172,15 @@ class TrainingRun:
         requests = self._cursor.next_groups(settings.batch_size, settings.n_samples_per_prompt)
         self._progress.rollouts_wanted(settings.batch_size * settings.n_samples_per_prompt)
         with self._progress.phase("rollout"):
-            return await self._sampler.run(requests, self._count)
+            rollout = await self._sampler.run(requests, self._count)
+        self._note_warnings(rollout)
+        self._empty_batches = 0 if rollout.groups else self._empty_batches + 1
+        if self._empty_batches == MAX_EMPTY_BATCHES:
+            raise AgentError(
+                f"{MAX_EMPTY_BATCHES} batches in a row have no group with "
+                f"rollout.min_group_size scored episodes; the last: {_first_failure(rollout)}"
+            )
+        return rollout
 
     async def _push_weights(self) -> None:
         """Give the engine the learner's weights, as the version that the step number is."""
@@ -188,15 +201,22 @@ class TrainingRun:
         )
         with self._progress.phase("eval"):
             rollout = await self._sampler.run(requests)
-        trajectories = [*rollout.trajectories, *rollout.dropped]
-        self._write_trajectories(trajectories, evaluation=True)
-        return eval_metrics(summarize(trajectories))
+        self._note_warnings(rollout)
+        self._write_trajectories(rollout.outcomes, evaluation=True)
+        return eval_metrics(summarize(rollout.outcomes))
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._state.step % every == 0
 
     def _count(self, trajectory: Trajectory) -> None:
         self._progress.rollout_advanced(1, trajectory.num_sampled)
+
+    def _note_warnings(self, rollout: RolloutResult) -> None:
+        """Say what is suspicious about a batch, each kind once in a run."""
+        for kind, warning in rollout.warnings.items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self._progress.note(f"warning: {warning}")
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         metrics = {**metrics, **self._progress.phase_seconds()}
@@ -262,6 +282,13 @@ def _saved_state(config: Config) -> LoopState:
         raise UsageError("nothing to resume: name the run directory, --resume RUN_DIR")
     latest = latest_checkpoint(config.log.run_dir / "checkpoints")
     return LoopState() if latest is None else LoopState.load(latest)
+
+
+def _first_failure(rollout: RolloutResult) -> str:
+    if not rollout.dropped:
+        return "no episode was scored"
+    first = rollout.dropped[0]
+    return f"episode {first.rollout_id} ended as {first.stop_reason}: {first.error}"
 
 
 def _say_where(report: Path, run: RunDir) -> None:

@@ -141,7 +141,7 @@ async def test_one_environment_raises_and_the_other_seven_complete():
     assert dropped.stop_reason is StopReason.ENV_ERROR
     assert "RuntimeError: the simulator is gone" in dropped.error
     assert "in seventh_fails" in dropped.error
-    assert any("1 episodes failed every attempt" in warning for warning in result.warnings)
+    assert any("1 episodes failed every attempt" in warning for warning in result.warnings.values())
 
 
 async def test_a_retry_keeps_the_rollout_id_and_changes_the_seed():
@@ -402,20 +402,20 @@ async def test_an_agent_that_changes_its_example_does_not_change_its_siblings():
 async def test_a_batch_in_which_every_answer_is_cut_is_warned_of():
     # trl#5697: a default of 256 tokens silently cut every answer.
     cut = await make(Loop(), ScriptedEngine([[10] * 5])).run(requests(2, 2))
-    assert any("raise rollout.max_new_tokens" in warning for warning in cut.warnings)
+    assert any("raise rollout.max_new_tokens" in warning for warning in cut.warnings.values())
     one_whole = ScriptedEngine(lambda p, s, r: [10] if r.endswith("1-001") else [10] * 5)
     whole = await make(Loop(), one_whole).run(requests(2, 2))
-    assert not any("rollout.max_new_tokens" in warning for warning in whole.warnings)
+    assert not any("rollout.max_new_tokens" in warning for warning in whole.warnings.values())
 
 
 async def test_a_batch_in_which_no_group_has_spread_is_warned_of():
     same = await make(Loop(), ScriptedEngine([[7]])).run(requests(2, 2))
-    assert any("no group has any spread of rewards" in warning for warning in same.warnings)
+    assert any("no group has any spread of rewards" in warning for warning in same.warnings.values())
     one_group = ScriptedEngine(lambda p, s, r: [9] if r.endswith("1-001") else [7])
     spread = await make(Loop(), one_group).run(requests(2, 2))
-    assert not any("spread" in warning for warning in spread.warnings)
+    assert not any("spread" in warning for warning in spread.warnings.values())
     alone = await make(Loop(), ScriptedEngine([[7]])).run(requests(2, 1))
-    assert not any("spread" in warning for warning in alone.warnings)
+    assert not any("spread" in warning for warning in alone.warnings.values())
 
 
 async def test_group_ids_must_be_distinct():

@@ -248,4 +248,4 @@ async def test_an_answer_cut_by_the_limit_is_truncated_in_the_result_and_warned_
     result = await run(Scores, 2, ScriptedEngine([[10] * 9]))
     assert [t.stop_reason for t in result.trajectories] == [StopReason.MAX_TOKENS] * 2
     assert all(t.truncated and t.reward == 1.0 for t in result.trajectories)
-    assert any("raise rollout.max_new_tokens" in warning for warning in result.warnings)
+    assert any("raise rollout.max_new_tokens" in warning for warning in result.warnings.values())
