@@ -98,7 +98,8 @@ def build_engine(
         save_model(folder)
     module = None
     if config.engine.kind == "transformers":
-        module = skeleton(policy, getattr(torch, config.model.dtype))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        module = skeleton(policy, getattr(torch, config.model.dtype), device)
     return make_engine(
         config, run_dir=run_dir, model_folder=folder, module=module, tokenizer=tokenizer
     )

@@ -410,7 +410,9 @@ async def test_a_batch_in_which_every_answer_is_cut_is_warned_of():
 
 async def test_a_batch_in_which_no_group_has_spread_is_warned_of():
     same = await make(Loop(), ScriptedEngine([[7]])).run(requests(2, 2))
-    assert any("no group has any spread of rewards" in warning for warning in same.warnings.values())
+    assert any(
+        "no group has any spread of rewards" in warning for warning in same.warnings.values()
+    )
     one_group = ScriptedEngine(lambda p, s, r: [9] if r.endswith("1-001") else [7])
     spread = await make(Loop(), one_group).run(requests(2, 2))
     assert not any("spread" in warning for warning in spread.warnings.values())
