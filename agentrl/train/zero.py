@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config import TrainConfig
 
-__all__ = ["gather_in_buckets", "start_scoring", "start_training"]
+__all__ = ["buckets", "gather_in_buckets", "start_scoring", "start_training"]
 
 BUCKET_NUMEL = 2**27
 """Elements that are gathered at once when weights leave the learner."""
@@ -71,15 +71,19 @@ def gather_in_buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tup
     valid until the next one is drawn.
     """
     deepspeed = _import_deepspeed()
-    for bucket in _buckets(named, BUCKET_NUMEL):
+    for bucket in buckets(named, BUCKET_NUMEL):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             for name, parameter in bucket:
                 yield name, parameter.data
 
 
-def _buckets(
+def buckets(
     named: Sequence[tuple[str, nn.Parameter]], bucket_numel: int
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut partitioned parameters, in order, into runs of at most `bucket_numel` whole elements.
+
+    A parameter that is larger alone is a bucket of its own.
+    """
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:

@@ -41,15 +41,17 @@ def plain_step(model, optimizer, samples, algo) -> float:
             clip_ratio_high=algo.loss.clip_ratio_high,
         )
         (terms * torch.from_numpy(sample.weights)).sum().backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return norm.item()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_five_steps_equal_those_of_plain_torch(samples, tied: bool):
-    config = make_config(train=TRAIN | {"max_tokens_per_gpu": 64}, rollout={"max_tokens": 64,
-                         "max_new_tokens": 64})  # fmt: skip
+    config = make_config(
+        train=TRAIN | {"max_tokens_per_gpu": 64, "max_grad_norm": 0.1},
+        rollout={"max_tokens": 64, "max_new_tokens": 64},
+    )
     learner = Learner(small_llama(tied=tied), config)
     model = small_llama(tied=tied)
     optimizer = torch.optim.AdamW(
@@ -138,18 +140,19 @@ def test_a_gradient_that_is_not_finite_is_an_error_that_says_what_to_do(samples)
 
 
 def test_bfloat16_weights_are_trained_with_a_float32_master(samples):
-    """Steps much smaller than what bfloat16 resolves still add up."""
-    config = make_config(train=TRAIN | {"lr": 1e-4}, model={"dtype": "bfloat16"})
-    learner = Learner(small_llama().bfloat16(), config)
-    start = {name: weight.clone() for name, weight in learner.named_weights()}
-    for _ in range(30):
-        learner.forward_backward(samples, config.algo)
-        learner.step()
-    moved = {name: (weight - start[name]).abs().max().item() for name, weight in
-             learner.named_weights()}  # fmt: skip
-    assert all(w.dtype == torch.bfloat16 for _, w in learner.named_weights())
-    assert moved["model.embed_tokens.weight"] > 5e-4
-    learner.close()
+    """Thirty steps of 1e-4 move weights for which bfloat16 cannot resolve a single one."""
+    moved = []
+    for model in (small_llama().bfloat16(), small_llama().bfloat16().float()):
+        start = model.lm_head.weight.detach().float().clone()
+        learner = Learner(model, make_config(train=TRAIN | {"lr": 1e-4}))
+        for _ in range(30):
+            learner.forward_backward(samples, learner.config.algo)
+            learner.step()
+        weight = dict(learner.named_weights())["model.embed_tokens.weight"]
+        moved.append((weight.float() - start)[start.abs() > 0.25].abs().mean().item())
+        learner.close()
+    assert weight.dtype == torch.float32
+    assert moved[0] == pytest.approx(moved[1], rel=0.2)
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(samples):

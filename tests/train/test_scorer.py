@@ -63,6 +63,18 @@ def test_the_entropy_is_that_of_the_distribution_each_token_was_sampled_from():
     torch.testing.assert_close(scores.entropy_N, expected)
 
 
+def test_the_entropy_has_a_gradient_only_where_it_is_asked_for():
+    model, sample = small_llama(), samples()[0]
+    logits = model(torch.from_numpy(sample.token_ids).long()[None]).logits[0, sample.positions - 1]
+    entropy = torch.distributions.Categorical(logits=logits).entropy().sum()
+    (expected,) = torch.autograd.grad(entropy, model.lm_head.weight)
+    scorer = TokenScorer(model, temperature=1.0)
+    scores = run(scorer, [sample], entropy_grad=True)
+    (gradient,) = torch.autograd.grad(scores.entropy_N.sum(), model.lm_head.weight)
+    torch.testing.assert_close(gradient, expected)
+    assert not run(scorer, [sample]).entropy_N.requires_grad
+
+
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_chunks_of_the_head_change_neither_scores_nor_gradients(entropy_grad: bool):
     gradients, logprobs = [], []
