@@ -8,13 +8,13 @@ samples.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 __all__ = ["RankGroup", "is_main_process"]
 
@@ -40,15 +40,18 @@ class RankGroup:
         Without them this process is a group of one. NCCL carries tensors where there is a GPU,
         gloo elsewhere.
         """
-        _complete_environment()
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             self.device = torch.device("cuda", torch.cuda.current_device())
         else:
             self.device = torch.device("cpu")
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=DATA_TIMEOUT)
+            # Alone there is no port to open, and no variable that a child process would inherit.
+            alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(
+                backend, timeout=DATA_TIMEOUT, **({} if "RANK" in os.environ else alone)
+            )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -72,20 +75,3 @@ class RankGroup:
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(part, gathered, dst=0, group=self._control)
         return gathered or []
-
-
-def _complete_environment() -> None:
-    """Set what torchrun would have set, for a process that runs alone."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -236,3 +237,8 @@ def test_the_learning_rate_warms_up_and_then_follows_its_schedule(name: str, exp
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(expected)
+
+
+def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for_a_rank():
+    Learner(small_llama(), make_config()).close()
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
