@@ -73,3 +73,16 @@ def test_a_folder_that_cannot_be_written_is_a_save_error(tmp_path: Path):
     with pytest.raises(SaveError, match="could not write"):
         subject.save(tmp_path / "absent")
     subject.close()
+
+
+def test_the_weights_are_whole_right_after_loading(tmp_path: Path):
+    """An engine in the same process reads them in place before any step."""
+    saved, other = learner(seed=1), learner(seed=2)
+    saved.save(tmp_path)
+    other.load(tmp_path)
+    for (name, weight), (_, loaded) in zip(
+        saved.named_weights(), other.named_weights(), strict=True
+    ):
+        assert torch.equal(weight, loaded), name
+    saved.close()
+    other.close()
