@@ -9,40 +9,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from agentrl.config_algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    ValueConfig,
+)
+from agentrl.config_base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 __all__ = [
     "AdvantageConfig",
     "AlgoConfig",
     "Config",
+    "CorrectionConfig",
     "DataConfig",
     "EngineConfig",
     "KLConfig",
     "LogConfig",
     "LossConfig",
     "ModelConfig",
+    "OverlongConfig",
     "RolloutConfig",
     "TrainConfig",
     "ValueConfig",
 ]
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, docstrings of fields become their help."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        protected_namespaces=(),
-    )
 
 
 class ModelConfig(Section):
@@ -107,9 +108,9 @@ class EngineConfig(Section):
     """GPUs of this host that the servers share out among them; without it, each sees all."""
     python: Path | None = None
     """Python of the servers' virtual environment; without it, the one that runs agentrl."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the servers."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field(default_factory=dict)
     """Any option of the server, by its long name: true gives the bare flag, tables become JSON."""
     urls: tuple[str, ...] = ()
     """Servers that run already; none is started or ended."""
@@ -150,11 +151,7 @@ class EngineConfig(Section):
             ignored, why = started, "engine.urls names servers that run already"
         else:
             ignored, why = set(), ""
-        fields = type(self).model_fields
-        present = sorted(key for key in ignored if getattr(self, key) != fields[key].default)
-        if present:
-            flags = ", ".join(f"engine.{key}" for key in present)
-            raise ValueError(f"{flags} would be ignored, since {why}: remove it")
+        self._refuse_ignored("engine", ignored, why)
         needed = self.num_engines * self.tensor_parallel_size * self.data_parallel_size
         if self.gpus and len(self.gpus) != needed:
             raise ValueError(
@@ -163,6 +160,23 @@ class EngineConfig(Section):
             )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
+        return self
+
+
+class OverlongConfig(Section):
+    """A soft penalty for episodes that come near their limit of tokens (arXiv:2503.14476)."""
+
+    len: NonNegativeInt = 0
+    """Tokens before the limit (of a turn or of the episode, whichever is nearer) in which the
+    penalty rises from 0; 0: none."""
+    penalty_factor: PositiveFloat = 1.0
+    """What is taken from the reward of an episode that reached its limit."""
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> OverlongConfig:
+        if self.len == 0:
+            why = "rollout.overlong_buffer.len is 0"
+            self._refuse_ignored("rollout.overlong_buffer", {"penalty_factor"}, why)
         return self
 
 
@@ -203,67 +217,24 @@ class RolloutConfig(Section):
     """How often a failed episode is run again with a fresh instance before it is dropped."""
     min_group_size: PositiveInt = 1
     """A group with fewer scored episodes is dropped from the step."""
+    dynamic_sampling: bool = False
+    """Sample further groups in place of those whose task scores are all equal, from the same
+    weights, until `batch_size` groups can be trained on (arXiv:2503.14476)."""
+    max_refills: PositiveInt = 8
+    """dynamic_sampling: how often more groups are sampled in one step, at most."""
+    overlong_buffer: OverlongConfig = OverlongConfig()
 
-
-class AdvantageConfig(Section):
-    """How rewards become advantages."""
-
-    estimator: Literal["grpo", "gae"] = "grpo"
-    """`grpo`: reward less the group's mean, over its standard deviation (arXiv:2402.03300).
-    `gae`: generalized advantage estimation over the policy's own tokens (arXiv:1506.02438)."""
-    normalize_std: bool = True
-    """grpo: divide by the group's standard deviation."""
-    gamma: Fraction = 1.0
-    """gae: discount of a later token's reward."""
-    lam: Fraction = 0.95
-    """gae: 0 trusts the value head, 1 the rewards."""
-    whiten: bool = True
-    """gae: normalise advantages over the whole batch."""
-    drop_zero_variance: bool = True
-    """grpo: leave out groups whose rewards are all equal (they give no gradient)."""
-
-
-class LossConfig(Section):
-    """The policy loss."""
-
-    clip_ratio_low: PositiveFloat = 0.2
-    """The importance ratio is clipped at 1 less this ..."""
-    clip_ratio_high: PositiveFloat = 0.2
-    """... and at 1 plus this."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """Over the whole optimizer step, across micro-batches and ranks."""
-    old_logprobs: Literal["learner", "sampler"] = "learner"
-    """Who computes the denominator of the importance ratio."""
-    mask_truncated: bool = False
-    """Episodes that were cut give no gradient and no part of the denominator."""
-
-
-class KLConfig(Section):
-    """Distance to the reference policy (the policy before training)."""
-
-    coef: NonNegativeFloat = 0.0
-    """0: no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """http://joschu.net/blog/kl-approx.html"""
-
-
-class ValueConfig(Section):
-    """The value head that `gae` trains."""
-
-    coef: NonNegativeFloat = 0.5
-    clip: NonNegativeFloat = 0.2
-    """0: no clipping of the value loss."""
-
-
-class AlgoConfig(Section):
-    """The reinforcement-learning algorithm."""
-
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    kl: KLConfig = KLConfig()
-    value: ValueConfig = ValueConfig()
-    entropy_coef: float = 0.0
-    """Positive rewards entropy."""
+    @model_validator(mode="after")
+    def _check_combinations(self) -> RolloutConfig:
+        if not self.dynamic_sampling:
+            self._refuse_ignored("rollout", {"max_refills"}, "rollout.dynamic_sampling is false")
+        if self.overlong_buffer.len > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.overlong_buffer.len ({self.overlong_buffer.len}) is more than "
+                f"rollout.max_new_tokens ({self.max_new_tokens}), so that every episode would be "
+                "punished: lower it"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -332,10 +303,21 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_combinations(self) -> Config:
         rollout, algo = self.rollout, self.algo
-        if algo.advantage.estimator == "grpo" and rollout.n_samples_per_prompt < 2:
+        estimator = algo.advantage.estimator
+        if algo.advantage.compares_groups and rollout.n_samples_per_prompt < 2:
             raise ValueError(
-                "rollout.n_samples_per_prompt is 1 but algo.advantage.estimator grpo compares the "
-                "samples of one prompt: set it to at least 2, or use estimator gae"
+                f"rollout.n_samples_per_prompt is 1 but algo.advantage.estimator {estimator} "
+                "compares the samples of one prompt: set it to at least 2, or use "
+                "reinforce_plus_plus or gae"
+            )
+        if rollout.dynamic_sampling and not (
+            algo.advantage.compares_groups and algo.advantage.drop_zero_variance
+        ):
+            raise ValueError(
+                "rollout.dynamic_sampling replaces groups without spread, but "
+                f"algo.advantage.estimator {estimator} trains on them too: use a group estimator "
+                "(grpo, dr_grpo, rloo) with algo.advantage.drop_zero_variance, or set "
+                "rollout.dynamic_sampling false"
             )
         if rollout.min_group_size > rollout.n_samples_per_prompt:
             raise ValueError(
@@ -353,13 +335,23 @@ class Config(Section):
                 f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
                 f"rollout.max_tokens ({rollout.max_tokens}): one episode must fit a micro-batch"
             )
-        if (rollout.top_p < 1 or rollout.top_k > 0) and algo.loss.old_logprobs == "sampler":
-            raise ValueError(
-                "rollout.top_p < 1 or rollout.top_k > 0 with algo.loss.old_logprobs sampler gives "
-                "ratios between different distributions: set algo.loss.old_logprobs learner"
-            )
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            _refuse_ratios_to_the_sampler(algo)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
         if self.engine.script is not None and self.engine.kind != "scripted":
             raise ValueError("engine.script is set but engine.kind is not scripted: remove it")
         return self
+
+
+def _refuse_ratios_to_the_sampler(algo: AlgoConfig) -> None:
+    """Truncated sampling has other probabilities than the learner, by far and for no fault."""
+    for flag, value, remedy in (
+        ("algo.loss.old_logprobs", algo.loss.old_logprobs, "learner"),
+        ("algo.correction.kind", algo.correction.kind, "none"),
+    ):
+        if value != remedy:
+            raise ValueError(
+                f"rollout.top_p < 1 or rollout.top_k > 0 with {flag} {value} gives ratios between "
+                f"different distributions: set {flag} {remedy}, or keep every token"
+            )

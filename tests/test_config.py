@@ -122,7 +122,7 @@ def test_a_wrong_flag_names_itself_and_the_nearest_one(argv: list[str], words: s
     [
         (
             ["--algo.advantage.estimator", "gai"],
-            "--algo.advantage.estimator: 'gai' is not one of grpo, gae",
+            "--algo.advantage.estimator: 'gai' is not one of grpo, dr_grpo, rloo",
         ),
         (["--train.lr", "-1"], "--train.lr: '-1' should be greater than 0"),
         (["--train.betas", "0.9"], "--train.betas: [0.9] has too few values"),
