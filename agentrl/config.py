@@ -115,7 +115,8 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = ()
     """Servers that run already; none is started or ended."""
     host: str = "127.0.0.1"
-    """Address that the servers listen on."""
+    """Address that the servers listen on and, with `urls` on other hosts, that of the learner as
+    they reach it."""
     api_key: str | None = None
     start_timeout: PositiveFloat = 600.0
     """Seconds until a server must answer."""
@@ -140,11 +141,11 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> EngineConfig:
-        started = {"num_engines", "python", "env", "extra", "host", "start_timeout", "max_restarts"}
+        started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
         started |= {"tensor_parallel_size", "data_parallel_size", "gpus"}
         started |= {"enable_sleep", "sleep_level"}
         served = started | {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
-        served |= {"bucket_mb", "verify_weights", "pause_mode"}
+        served |= {"bucket_mb", "verify_weights", "pause_mode", "host"}
         if self.kind not in ("vllm", "sglang"):
             ignored, why = served, f"engine.kind is {self.kind}, which is no server"
         elif self.urls:

@@ -6,6 +6,7 @@ for every transport but `disk` the plugin of `vllm_plugin.py`; `launch.vllm_laun
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,11 +62,13 @@ class VLLMEngine(RemoteEngine):
         await self._client.post("/collective_rpc", call)
 
     async def begin_update(self) -> None:
-        """Open an update; one that a failure left open is closed first."""
+        """Open an update; one that a failure left open is thrown away first."""
         try:
             await self._client.post("/start_weight_update")
         except RequestRefusedError:
-            await self._client.post("/finish_weight_update", {})
+            nothing = {"names": [], "dtypes": [], "shapes": [], "abandon": True}
+            with contextlib.suppress(RequestRefusedError):  # the plugin's way to close an update
+                await self._client.post("/update_weights", {"update_info": nothing})
             await self._client.post("/start_weight_update")
 
     async def end_update(self) -> None:

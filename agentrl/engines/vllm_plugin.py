@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
+    layerwise,
 )
 
 BACKEND = "agentrl"
@@ -62,6 +63,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     group: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
+    abandon: bool = False
 
 
 class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
@@ -86,6 +88,7 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         """Let the layers take weights again; on a CPU they are packed after loading."""
+        _discard_partial_load(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -96,6 +99,8 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """See `update_weights`."""
+        if update_info.abandon:
+            raise RuntimeError("the update is abandoned")  # which closes it, in the worker's books
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
         counts = [torch.Size(shape).numel() for shape in update_info.shapes]
         sizes = [n * dtype.itemsize for n, dtype in zip(counts, dtypes, strict=True)]
@@ -136,6 +141,18 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         group = self._groups.pop(name, None)
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _discard_partial_load(model: torch.nn.Module) -> None:
+    """Put back the tensors of layers that an abandoned update left waiting for the rest.
+
+    Their pieces would otherwise be mixed with those of the next update.
+    """
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _join(info: GroupInfo, rank: int) -> dist.ProcessGroup:

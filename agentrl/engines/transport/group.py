@@ -8,10 +8,13 @@ changes, and torn down when a transfer fails, which also ends what the other sid
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from agentrl.errors import EngineError
 
 __all__ = ["GroupTransport", "new_group"]
 
+T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -116,7 +120,7 @@ class GroupTransport(WeightTransport):
             timeout=self._timeout,
         )
         joining = [r.join_group(address, o) for r, o in zip(receivers, offsets, strict=False)]
-        mine = asyncio.to_thread(new_group, address, 0)
+        mine = _in_daemon_thread(lambda: new_group(address, 0))
         self._group = (await _all([mine, *joining]))[0]
         self._address, self._members = address, _with_incarnations(receivers)
 
@@ -125,7 +129,7 @@ class GroupTransport(WeightTransport):
         name = self._address.name
         receiving = [r.receive_broadcast(bucket.specs, name) for r in receivers]
         flat = bucket.flat.cpu() if self._backend == "gloo" else bucket.flat
-        await _all([asyncio.to_thread(self._send_bytes, flat), *receiving])
+        await _all([_in_daemon_thread(lambda: self._send_bytes(flat)), *receiving])
 
     def _send_bytes(self, flat: torch.Tensor) -> None:
         assert self._group is not None
@@ -158,6 +162,32 @@ class GroupTransport(WeightTransport):
         for result in results:  # a member that is gone or has left already is no failure of ours
             if isinstance(result, BaseException) and not isinstance(result, EngineError):
                 raise result
+
+
+async def _in_daemon_thread(call: Callable[[], T]) -> T:
+    """Run what may block until its own time limit when the other side is gone.
+
+    A worker of the event loop's pool would be waited for when the program ends.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: object) -> None:
+        if not outcome.cancelled():
+            setter(value)
+
+    def run() -> None:
+        try:
+            result = call()
+        except (RuntimeError, EngineError) as error:
+            report = functools.partial(settle, outcome.set_exception, error)
+        else:
+            report = functools.partial(settle, outcome.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(report)
+
+    threading.Thread(target=run, name="agentrl-weights", daemon=True).start()
+    return await outcome
 
 
 def _with_incarnations(

@@ -217,6 +217,8 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
             torch.distributed.destroy_process_group(sampler.groups.pop(info["name"]))
         return {}
     if path == "/update_weights":
+        if body["update_info"].get("abandon"):
+            raise Refusal(500, "the update is abandoned")
         return sampler.receive(body["update_info"], body["update_info"]["group"])
     if path in ("/start_weight_update", "/finish_weight_update", "/sleep", "/wake_up"):
         return {}

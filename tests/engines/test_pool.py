@@ -1,0 +1,169 @@
+"""Several engines as one: same version everywhere, and the dead replaced without losing the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from engines.conftest import REAL, server_config
+from engines.tiny import greedy, source_of
+from transformers import PreTrainedModel
+
+from agentrl.engines.base import WeightSource
+from agentrl.engines.factory import make_engine
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.remote import RemoteEngine
+from agentrl.errors import EngineError
+from agentrl.types import SamplingParams
+
+PROMPT = list(range(3, 60))
+GREEDY = SamplingParams(8, temperature=0)
+LONG = SamplingParams(400, temperature=2.0)
+FAKES = ["fake-vllm", "fake-sglang"]
+
+
+@asynccontextmanager
+async def running(
+    kind: str, model_folder: Path, run_dir: Path, **engine: Any
+) -> AsyncIterator[EnginePool]:
+    """A pool of engines that starts, and is closed whatever happens."""
+    config = server_config(kind, **engine)
+    pool = make_engine(config, run_dir=run_dir, model_folder=model_folder)
+    assert isinstance(pool, EnginePool)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def kill(engine: RemoteEngine) -> None:
+    """Kill the server itself; its supervisor sees it end."""
+    assert engine.server is not None
+    psutil.Process(engine.server.pid).children()[0].kill()
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_two_engines_share_the_groups_and_hold_one_version(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(kind, model_folder, tmp_path, num_engines=2) as pool:
+        await pool.update_weights(source_of(models[1], 1))
+        results = await asyncio.gather(
+            *(
+                pool.generate(PROMPT, GREEDY, rollout_id=f"{g}-{m}", group_id=f"{g}")
+                for g in range(4)
+                for m in range(4)
+            )
+        )
+        expected = greedy(models[1], PROMPT, 8)
+        assert all(result.token_ids.tolist() == expected for result in results)
+        assert {int(v) for result in results for v in result.weight_versions} == {1}
+        assert [engine.stats()["requests"] for engine in pool.engines] == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_server_that_dies_in_a_rollout_fails_it_and_comes_back_with_the_newest_weights(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    # UniRL#214, SkyRL#1173
+    async with running(kind, model_folder, tmp_path, num_engines=2) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        rollout = asyncio.create_task(pool.engines[0].generate(PROMPT, LONG))
+        await asyncio.sleep(0.1)
+        kill(pool.engines[0])
+        with pytest.raises(EngineError, match="server ended"):
+            await rollout
+        await asyncio.wait_for(pool.settled(), 120)
+        result = await pool.engines[0].generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {1}
+
+
+async def test_the_others_serve_while_one_engine_is_away(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path, num_engines=2) as pool:
+        first = await pool.generate(PROMPT, GREEDY, rollout_id="r", group_id="g")
+        kill(pool.engines[0])
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        again = await pool.generate(PROMPT, GREEDY, rollout_id="r", group_id="g")
+        assert again.token_ids.tolist() == first.token_ids.tolist()
+
+
+async def test_an_only_engine_that_dies_is_waited_for(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-sglang", model_folder, tmp_path, transport="disk") as pool:
+        await pool.update_weights(source_of(models[1], 3))
+        kill(pool.engines[0])
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        result = await asyncio.wait_for(pool.generate(PROMPT, GREEDY), 120)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {3}
+
+
+async def test_an_engine_whose_weights_cannot_be_drawn_again_waits_for_the_next_update(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=False))
+        kill(pool.engines[0])
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        with pytest.raises(EngineError, match="does not hold the newest weights"):
+            await asyncio.wait_for(pool.generate(PROMPT, GREEDY), 120)
+        await pool.update_weights(source_of(models[0], 2))
+        result = await pool.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_server_that_dies_in_a_transfer_is_an_error_and_the_rest_take_a_retry(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(kind, model_folder, tmp_path, num_engines=2, max_restarts=0) as pool:
+
+        def dies_in_the_middle() -> Iterator[tuple[str, torch.Tensor]]:
+            for i, (name, parameter) in enumerate(models[1].named_parameters()):
+                if i == 10:
+                    kill(pool.engines[1])
+                yield name, parameter.detach()
+
+        with pytest.raises(EngineError):
+            await pool.update_weights(WeightSource(dies_in_the_middle, 1))
+        await pool.update_weights(source_of(models[1], 2))
+        result = await pool.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert pool.weight_version == 2
+
+
+async def test_one_engine_that_does_not_start_ends_the_others(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    config = server_config("fake-vllm", num_engines=2, extra={"exit_at_start": True})
+    pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)
+    with pytest.raises(EngineError, match="told to end"):
+        await pool.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REAL)
+async def test_a_real_server_that_dies_is_replaced_and_synchronized(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(kind, model_folder, tmp_path) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        rollout = asyncio.create_task(pool.generate(PROMPT, LONG))
+        await asyncio.sleep(0.2)
+        kill(pool.engines[0])
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(rollout, 30)
+        result = await pool.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {1}
