@@ -14,7 +14,7 @@ from agentrl.engines.base import WeightSource
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
 from agentrl.train.eval_result import EvalResult, summarize
-from agentrl.train.sampler import Sampler, build_engine
+from agentrl.train.sampler import SERVER_KINDS, Sampler, build_engine
 
 __all__ = ["evaluate"]
 
@@ -50,7 +50,8 @@ async def _evaluate(
     config: Config, sampler: Sampler, examples: Examples, weights: WeightSource
 ) -> EvalResult:
     async with sampler:
-        await sampler.engine.update_weights(weights)
+        if config.engine.kind not in SERVER_KINDS:  # a server has read the model folder itself
+            await sampler.engine.update_weights(weights)
         groups = all_groups(examples, config.train.eval_samples_per_prompt, prefix="eval-")
         rollout = await sampler.run(groups)
     for warning in rollout.warnings.values():

@@ -151,6 +151,9 @@ class TrainingRun:
     async def _step(self) -> dict[str, float]:
         """Sample a batch, learn from it, push the weights: one step."""
         rollout = await self._sample()
+        if self._config.engine.enable_sleep:
+            with self._progress.phase("sleep"):
+                await self._sampler.engine.sleep(self._config.engine.sleep_level)
         with self._progress.phase("update"):
             update = policy_update(self._learner, rollout.trajectories, self._config)
         self._state.step += 1
@@ -184,11 +187,13 @@ class TrainingRun:
 
     async def _push_weights(self) -> None:
         """Give the engine the learner's weights, as the version that the step number is."""
-        engine = self._sampler.engine
+        engine, source = self._sampler.engine, self._learner.weight_source(self._state.step)
         with self._progress.phase("sync"):
-            await engine.pause("wait")
-            await engine.update_weights(self._learner.weight_source(self._state.step))
-            await engine.resume()
+            if self._config.engine.enable_sleep:
+                await engine.wake(("weights",))
+            await engine.update_weights(source)
+            if self._config.engine.enable_sleep:
+                await engine.wake(("kv_cache",))
 
     async def _evaluate(self) -> dict[str, float]:
         """Sample every example of the evaluation set."""

@@ -19,9 +19,10 @@ from agentrl.executors.scheduler import RolloutScheduler
 from agentrl.plugin import Agent
 from agentrl.types import SamplingParams, Trajectory
 
-__all__ = ["Sampler", "build_engine", "sampling_params"]
+__all__ = ["SERVER_KINDS", "Sampler", "build_engine", "sampling_params"]
 
-_SERVERS = ("vllm", "sglang")
+SERVER_KINDS = ("vllm", "sglang")
+"""Engines that are servers of their own and start from a model folder."""
 
 
 class Sampler:
@@ -93,7 +94,7 @@ def build_engine(
     """
     _check_context(config, policy)
     folder = Path(config.model.path)
-    if config.engine.kind in _SERVERS and not (folder / "config.json").is_file():
+    if config.engine.kind in SERVER_KINDS and not (folder / "config.json").is_file():
         folder = run_dir / "engine-model"
         save_model(folder)
     module = None
