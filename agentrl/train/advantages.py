@@ -1,7 +1,7 @@
 """Advantages: pure functions on arrays, in float64.
 
 Shapes: E episodes, R tokens that the policy sampled in one episode (environment tokens are not
-among them), N tokens of a whole batch. A reward of NaN means not scorable.
+among them), K turns of one episode, N tokens of a whole batch. A reward of NaN means not scorable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "generalized_advantages",
     "group_normalized_advantages",
+    "leave_one_out_advantages",
     "reward_to_go",
+    "turn_level_advantages",
     "whiten",
     "zero_variance_groups",
 ]
@@ -53,6 +55,67 @@ def group_normalized_advantages(
         scale = rewards_E[scored].std(ddof=1) + epsilon if normalize_std else 1.0
         advantages_E[scored] = centered / scale
     return advantages_E
+
+
+def leave_one_out_advantages(rewards: ArrayLike, group_ids: Sequence[str]) -> Floats:
+    """Compare each episode with the mean of the others of its group (RLOO, arXiv:2402.14740).
+
+    A = r - mean(others), an unbiased baseline since no episode is part of its own. A group with one
+    scored member gives exactly 0.
+
+    Args:
+        rewards: [E]; NaN where not scorable: no part of a baseline, advantage 0.
+        group_ids: E names.
+
+    Returns:
+        Advantages [E].
+    """
+    rewards_E = np.asarray(rewards, dtype=np.float64)
+    advantages_E = group_normalized_advantages(rewards_E, group_ids, normalize_std=False)
+    for members in _members_of_groups(group_ids):
+        scored = members[~np.isnan(rewards_E[members])]
+        # r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean)
+        advantages_E[scored] *= len(scored) / max(len(scored) - 1, 1)
+    return advantages_E
+
+
+def turn_level_advantages(
+    turn_rewards: Sequence[Floats],
+    group_ids: Sequence[str],
+    *,
+    gamma: float,
+    normalize_std: bool = True,
+) -> list[Floats]:
+    """Give each turn its own credit: its discounted rewards to come, against its siblings' turn.
+
+    G[k] = r[k] + gamma * G[k + 1] over the turns of an episode, a turn being the action (ArCHer,
+    arXiv:2402.19446); what was received before a turn is none of its merit. G[k] is then compared
+    with the same turn k of the group's other episodes (as turn-level rewards in MT-GRPO,
+    arXiv:2505.11821): a baseline that does not depend on what turn k did, so that it adds no bias;
+    an episode that had ended before turn k is no part of it. A turn that no sibling reached gives
+    exactly 0.
+
+    Args:
+        turn_rewards: E arrays [K]; K may differ and may be 0 (an episode that cannot be scored).
+        group_ids: E names.
+        gamma: discount per turn.
+        normalize_std: divide by the standard deviation of turn k in the group.
+
+    Returns:
+        E arrays [K].
+    """
+    returns = [reward_to_go(rewards_K, gamma=gamma) for rewards_K in turn_rewards]
+    names = [
+        f"{k}/{group_id}"
+        for returns_K, group_id in zip(returns, group_ids, strict=True)
+        for k in range(len(returns_K))
+    ]
+    if not names:
+        return returns
+    advantages = group_normalized_advantages(
+        np.concatenate(returns), names, normalize_std=normalize_std
+    )
+    return np.split(advantages, np.cumsum([len(returns_K) for returns_K in returns])[:-1])
 
 
 def zero_variance_groups(scores: ArrayLike, group_ids: Sequence[str]) -> frozenset[str]:

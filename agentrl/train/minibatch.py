@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from agentrl.config import Config
+from agentrl.config import Config, LossConfig, RolloutConfig
 from agentrl.train.aggregation import token_weights
 from agentrl.train.batch import Sample
 
-__all__ = ["mini_batches"]
+__all__ = ["loss_scale_factor", "mini_batches"]
 
 
 def mini_batches(
@@ -27,19 +27,30 @@ def mini_batches(
         by_episode[sample.episode].append(sample)
     episodes = list(by_episode.values())
     generator = np.random.default_rng(seed)
+    scale_factor = loss_scale_factor(config.algo.loss, config.rollout)
     for _ in range(config.train.ppo_epochs):
         order = list(range(len(episodes)))
         if config.train.mini_batches > 1:
             order = generator.permutation(len(episodes)).tolist()
         for part in np.array_split(order, config.train.mini_batches):
             if len(part):
-                yield _weighted([episodes[i] for i in part], config.algo.loss.aggregation)
+                chosen = [episodes[i] for i in part]
+                yield _weighted(chosen, config.algo.loss.aggregation, scale_factor)
 
 
-def _weighted(episodes: Sequence[Sequence[Sample]], aggregation: str) -> list[Sample]:
+def loss_scale_factor(loss: LossConfig, rollout: RolloutConfig) -> int:
+    """The constant length of `seq-mean-token-sum-norm`: as set, or the most an episode samples."""
+    most = min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
+    return loss.loss_scale_factor or most
+
+
+def _weighted(
+    episodes: Sequence[Sequence[Sample]], aggregation: str, scale_factor: int
+) -> list[Sample]:
     lengths = [sum(sample.num_sampled for sample in episode) for episode in episodes]
+    weights = token_weights(lengths, aggregation, scale_factor=scale_factor)
     return [
         sample.with_fields(weights=np.full(sample.num_sampled, weight))
-        for episode, weight in zip(episodes, token_weights(lengths, aggregation), strict=True)
+        for episode, weight in zip(episodes, weights, strict=True)
         for sample in episode
     ]

@@ -7,17 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from agentrl.config import AlgoConfig, Config
+from agentrl.config import AlgoConfig, Config, KLConfig
 from agentrl.errors import UsageError
 from agentrl.train.batch import Sample, episode_token_rewards, join_episodes, split_episodes
 from agentrl.train.estimators import ESTIMATORS, EpisodeRewards
 from agentrl.train.learner import Learner
+from agentrl.train.losses import KL_ESTIMATORS
 from agentrl.train.selection import Selection
+from agentrl.train.shaping import turn_lengths, turn_sums
 from agentrl.train.worker import SampleScores
 from agentrl.types import Trajectory
 
-__all__ = ["estimate_advantages", "score_samples"]
+__all__ = ["estimate_advantages", "kl_of_samples", "score_samples"]
+
+_NO_TURNS = np.empty(0, dtype=np.int64)
 
 
 def score_samples(
@@ -30,23 +36,21 @@ def score_samples(
     sampler reported. The scores are None where none was made.
 
     Raises:
-        UsageError: `algo.loss.old_logprobs` is `sampler` but the engine reported none.
+        UsageError: `algo.loss.old_logprobs` is `sampler`, or `algo.correction` is asked for, but
+            the engine reported none.
     """
     algo, train = config.algo, config.train
+    _check_sampler_logprobs(samples, algo)
     by_sampler = algo.loss.old_logprobs == "sampler"
     has_values = algo.advantage.estimator == "gae"
+    several_steps = train.ppo_epochs * train.mini_batches > 1
     scores = None
-    if has_values or (train.ppo_epochs * train.mini_batches > 1 and not by_sampler):
+    if has_values or ((several_steps or algo.kl.in_reward) and not by_sampler):
         scores = learner.score(samples)
         samples = _with(samples, "old_logprobs", [score.logprobs for score in scores])
     if has_values and scores is not None:
         samples = _with(samples, "old_values", [score.values for score in scores])
     if by_sampler:
-        if any(sample.sampler_logprobs is None for sample in samples):
-            raise UsageError(
-                "algo.loss.old_logprobs is sampler but the engine reported no log-probabilities: "
-                "set algo.loss.old_logprobs learner."
-            )
         samples = _with(samples, "old_logprobs", [s.sampler_logprobs for s in samples])
     if algo.kl.coef > 0:
         samples = _with(samples, "reference_logprobs", learner.reference_logprobs(samples))
@@ -68,13 +72,22 @@ def estimate_advantages(
         algo: names the estimator and holds its settings.
     """
     trained = set(selection.trained)
+    received = [episode_token_rewards(trajectory) for trajectory in trajectories]
+    rewards_E = selection.rewards_E
+    if algo.kl.in_reward:
+        penalties = join_episodes(kl_of_samples(samples, algo.kl), samples, len(trajectories))
+        received = [r - p if len(p) else r for r, p in zip(received, penalties, strict=True)]
+        rewards_E = rewards_E - np.array([penalty_R.sum() for penalty_R in penalties])
+    lengths = [turn_lengths(t) if t.reward is not None else _NO_TURNS for t in trajectories]
     rewards = EpisodeRewards(
-        selection.rewards_E,
+        rewards_E,
         selection.group_ids,
-        [
-            episode_token_rewards(trajectory) if episode in trained else np.empty(0)
-            for episode, trajectory in enumerate(trajectories)
+        token_rewards=[
+            received_R if episode in trained else np.empty(0)
+            for episode, received_R in enumerate(received)
         ],
+        turn_rewards=[turn_sums(*pair) for pair in zip(received, lengths, strict=True)],
+        turn_lengths=lengths,
     )
     values = [sample.old_values for sample in samples if sample.old_values is not None]
     if values:
@@ -84,6 +97,35 @@ def estimate_advantages(
     if estimate.returns is not None:
         samples = _with(samples, "returns", split_episodes(estimate.returns, samples))
     return samples
+
+
+def kl_of_samples(samples: Sequence[Sample], kl: KLConfig) -> list[NDArray[np.float64]]:
+    """`kl.coef` times the estimated KL to the reference at each token: what a reward loses.
+
+    The policy is the one before the update (arXiv:2203.02155). One [R] for each sample.
+    """
+    penalties = []
+    for sample in samples:
+        assert sample.old_logprobs is not None, "score_samples fills them in for kl.in_reward"
+        assert sample.reference_logprobs is not None, "score_samples fills them in for kl.coef > 0"
+        policy_R = torch.from_numpy(sample.old_logprobs).double()
+        reference_R = torch.from_numpy(sample.reference_logprobs).double()
+        penalties.append(kl.coef * KL_ESTIMATORS[kl.estimator](policy_R, reference_R).numpy())
+    return penalties
+
+
+def _check_sampler_logprobs(samples: Sequence[Sample], algo: AlgoConfig) -> None:
+    if all(sample.sampler_logprobs is not None for sample in samples):
+        return
+    for flag, value, remedy in (
+        ("algo.loss.old_logprobs", algo.loss.old_logprobs, "learner"),
+        ("algo.correction.kind", algo.correction.kind, "none"),
+    ):
+        if value not in ("learner", "none"):
+            raise UsageError(
+                f"{flag} is {value} but the engine reported no log-probabilities: "
+                f"set {flag} {remedy}."
+            )
 
 
 def _with(samples: Sequence[Sample], field: str, arrays: Iterable[Any]) -> list[Sample]:

@@ -30,6 +30,11 @@ class Selection:
     group_ids: tuple[str, ...]
     zero_variance: frozenset[str]
 
+    @property
+    def trained_groups(self) -> frozenset[str]:
+        """The groups of which some episode is trained."""
+        return frozenset(self.group_ids[i] for i in self.trained)
+
     def metrics(self) -> dict[str, float]:
         """Counts of groups and shares of episodes, by their names in the log."""
         groups = set(self.group_ids)
@@ -37,7 +42,7 @@ class Selection:
         return {
             "group/count": float(len(groups)),
             "group/zero_variance": float(len(self.zero_variance)),
-            "group/trained": float(len({self.group_ids[i] for i in self.trained})),
+            "group/trained": float(len(self.trained_groups)),
             "group/trained_episodes": float(len(self.trained)),
             "group/unscored_share": float(np.isnan(self.rewards_E).sum() / episodes),
         }
@@ -52,7 +57,7 @@ def select_episodes(trajectories: Sequence[Trajectory], algo: AlgoConfig) -> Sel
     group_ids = tuple(t.group_id for t in trajectories)
     equal = zero_variance_groups(scores_E, group_ids)
     dropped: frozenset[str] = frozenset()
-    if algo.advantage.estimator == "grpo" and algo.advantage.drop_zero_variance:
+    if algo.advantage.compares_groups and algo.advantage.drop_zero_variance:
         dropped = equal
     trained = tuple(
         index

@@ -19,6 +19,7 @@ from agentrl.train.minibatch import mini_batches
 from agentrl.train.objective import means
 from agentrl.train.preparation import estimate_advantages, score_samples
 from agentrl.train.selection import select_episodes
+from agentrl.train.shaping import shape_rewards
 from agentrl.train.worker import SampleScores
 from agentrl.types import Trajectory
 
@@ -38,12 +39,13 @@ def policy_update(
         groups, the advantages, and the mismatch between sampler and learner.
 
     Raises:
-        UsageError: `algo.loss.old_logprobs` is `sampler` but the engine reported none.
+        UsageError: sampler log-probabilities are needed but the engine reported none.
         TrainingError: a gradient was not finite.
     """
+    trajectories, metrics = shape_rewards(trajectories, config.rollout)
     selection = select_episodes(trajectories, config.algo)
     samples = build_samples(trajectories, selection.trained)
-    metrics = selection.metrics()
+    metrics |= selection.metrics()
     metrics["policy/tokens_trained"] = float(sum(sample.num_sampled for sample in samples))
     metrics["policy/skipped_updates"] = float(not samples)
     if not samples:
@@ -61,7 +63,8 @@ def policy_update(
             metrics |= _mismatch(chosen, step_scores)
         steps.append(step_metrics)
     for name in steps[0]:
-        metrics[f"policy/{name}"] = float(np.mean([step[name] for step in steps]))
+        full_name = name if "/" in name else f"policy/{name}"
+        metrics[full_name] = float(np.mean([step[name] for step in steps]))
     metrics["policy/optimizer_steps"] = float(len(steps))
     return metrics
 

@@ -16,7 +16,9 @@ def terms(**fields) -> LossTerms:
     defaults = {
         "weights_N": tensor([0.5, 0.5]),
         "advantages_N": tensor([1.0, -1.0]),
+        "sequences_N": tensor([0, 1]),
         "old_logprobs_N": None,
+        "sampler_logprobs_N": None,
         "reference_logprobs_N": None,
         "old_values_N": None,
         "returns_N": None,
@@ -44,6 +46,7 @@ def test_the_first_ratio_is_one_where_the_weights_have_not_changed():
 
 def test_the_loss_is_the_sum_of_its_parts():
     algo = AlgoConfig(
+        advantage={"estimator": "gae"},
         kl={"coef": 2.0, "estimator": "k2"},
         value={"coef": 3.0, "clip": 0.0},
         entropy_coef=0.5,
@@ -86,7 +89,11 @@ def test_sums_of_parts_are_those_of_the_whole():
     halves = [
         loss_and_sums(
             TokenScores(LOGPROBS[[i]], tensor([0.4, 0.8])[[i]], None),
-            terms(weights_N=tensor([0.5]), advantages_N=tensor([1.0, -1.0])[[i]]),
+            terms(
+                weights_N=tensor([0.5]),
+                advantages_N=tensor([1.0, -1.0])[[i]],
+                sequences_N=tensor([0]),
+            ),
             AlgoConfig(),
         )[1]
         for i in (0, 1)
