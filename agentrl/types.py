@@ -97,7 +97,8 @@ class Generation:
 
     `logprobs` is None when the engine was not asked for them. `weight_versions` says which policy
     version sampled each token. The stop token, if one was sampled, is the last id.
-    `cached_tokens` counts prompt tokens that the engine did not compute again.
+    `cached_tokens` counts prompt tokens that the engine did not compute again. `temperature` is
+    the one it was sampled at, which the learner must apply again.
     """
 
     token_ids: NDArray[np.int32]
@@ -105,6 +106,7 @@ class Generation:
     weight_versions: NDArray[np.int32]
     finish_reason: FinishReason
     cached_tokens: int = 0
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         _as_array(self, "token_ids", np.int32)
@@ -139,6 +141,7 @@ class Turn:
     finish_reason: FinishReason
     reward: float | None = None
     cached_tokens: int = 0
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

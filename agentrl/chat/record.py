@@ -95,6 +95,7 @@ class TokenRecord:
                     finish_reason=span.generation.finish_reason,
                     reward=span.reward,
                     cached_tokens=span.generation.cached_tokens,
+                    temperature=span.generation.temperature,
                 )
                 for span in spans
             ),

@@ -134,9 +134,10 @@ class LLM:
         params = self._params(overrides, room)
         begun = time.perf_counter()
         try:
-            return await self._sample(list(token_ids), params)
+            generation = await self._sample(list(token_ids), params)
         finally:
             self.engine_seconds += time.perf_counter() - begun
+        return replace(generation, temperature=params.temperature)
 
     async def chat(
         self,

@@ -43,6 +43,7 @@ _TURN = pa.struct(
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
         ("cached_tokens", pa.int32()),
+        ("temperature", pa.float64()),
     ]
 )
 _SEQUENCE = pa.struct(
@@ -166,6 +167,7 @@ def _sequence_row(sequence: Sequence, token_texts: TokenTexts | None) -> dict[st
                 "start": turn.start,
                 "end": turn.end,
                 "finish_reason": turn.finish_reason,
+                "temperature": turn.temperature,
                 "reward": turn.reward,
                 "cached_tokens": turn.cached_tokens,
             }

@@ -176,3 +176,14 @@ async def test_engine_seconds_are_counted() -> None:
     llm = make_llm(speaking("40", latency=0.01))
     await llm.generate([1])
     assert llm.trajectory(reward=None).timings.engine > 0
+
+
+async def test_a_turn_remembers_the_temperature_that_it_was_sampled_at() -> None:
+    """The learner has to divide the logits by it again, whatever the run's own temperature is."""
+    llm = make_llm(speaking("one", "two"))
+    conversation = llm.conversation(Observation("Guess."))
+    conversation.take(await llm.generate(conversation.token_ids, temperature=0.5))
+    conversation.append(Observation("Again."))
+    conversation.take(await llm.generate(conversation.token_ids))
+    (sequence,) = conversation.sequences()
+    assert [turn.temperature for turn in sequence.turns] == [0.5, llm.sampling.temperature]
