@@ -34,6 +34,7 @@ from agentrl.train.learner import Learner, build_learner
 from agentrl.train.loop_state import LoopState
 from agentrl.train.metrics import REWARD, MetricWriter, open_metrics
 from agentrl.train.progress import Progress
+from agentrl.train.refill import sample_until_spread
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
 from agentrl.train.stats import engine_metrics, episode_metrics, eval_metrics
@@ -172,10 +173,13 @@ class TrainingRun:
 
     async def _sample(self) -> RolloutResult:
         settings = self._config.rollout
-        requests = self._cursor.next_groups(settings.batch_size, settings.n_samples_per_prompt)
-        self._progress.rollouts_wanted(settings.batch_size * settings.n_samples_per_prompt)
         with self._progress.phase("rollout"):
-            rollout = await self._sampler.run(requests, self._count)
+            if settings.dynamic_sampling:
+                rollout = await sample_until_spread(
+                    self._sample_groups, settings, self._config.algo
+                )
+            else:
+                rollout = await self._sample_groups(settings.batch_size)
         self._note_warnings(rollout)
         self._empty_batches = 0 if rollout.groups else self._empty_batches + 1
         if self._empty_batches == MAX_EMPTY_BATCHES:
@@ -184,6 +188,12 @@ class TrainingRun:
                 f"rollout.min_group_size scored episodes; the last: {_first_failure(rollout)}"
             )
         return rollout
+
+    async def _sample_groups(self, count: int) -> RolloutResult:
+        """Sample the next `count` groups of the data."""
+        members = self._config.rollout.n_samples_per_prompt
+        self._progress.rollouts_wanted(count * members)
+        return await self._sampler.run(self._cursor.next_groups(count, members), self._count)
 
     async def _push_weights(self) -> None:
         """Give the engine the learner's weights, as the version that the step number is."""
