@@ -105,6 +105,10 @@ class EngineClient:
     ) -> httpx.Response:
         limit = limit or self._limit
         sent_headers = {"Content-Type": "application/json", **(headers or {})}
+        if not repeatable:
+            # Servers drop the connection after an error of theirs, at a moment that a next request
+            # may just meet; these are few, so each has a connection of its own.
+            sent_headers["Connection"] = "close"
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with asyncio.timeout(limit):
@@ -141,4 +145,4 @@ class EngineClient:
         if isinstance(error, httpx.ConnectError):
             return True
         # A kept connection that the server has just closed ends like this before any answer.
-        return repeatable and isinstance(error, httpx.RemoteProtocolError)
+        return repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)

@@ -28,6 +28,7 @@ from agentrl.errors import EngineError
 
 __all__ = ["GroupTransport", "new_group"]
 
+LEAVE_SECONDS = 10.0
 T = TypeVar("T")
 _numbers = itertools.count()
 
@@ -158,10 +159,13 @@ class GroupTransport(WeightTransport):
             for member, incarnation, name in left
             if member.incarnation == incarnation
         ]
-        results = await asyncio.gather(*leaving, return_exceptions=True)
-        for result in results:  # a member that is gone or has left already is no failure of ours
-            if isinstance(result, BaseException) and not isinstance(result, EngineError):
-                raise result
+        # A member that is gone, hangs, or has left already is no failure of ours.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                results = await asyncio.gather(*leaving, return_exceptions=True)
+                for result in results:
+                    if isinstance(result, BaseException) and not isinstance(result, EngineError):
+                        raise result
 
 
 async def _in_daemon_thread(call: Callable[[], T]) -> T:
