@@ -65,8 +65,9 @@ class Conversation:
         # The messages since the last sampled turn, which render as one piece from this token on.
         self._pending: list[Message] = []
         self._pending_start = 0
-        # Whether the last turn still lacks its end-of-turn token.
+        # Whether the last turn still lacks its end-of-turn token, and which one it has.
         self._turn_open = False
+        self._ended_by: int | None = None
         self._begun = False
         # Where the template is followed: its rendering of the context, and what of it a next
         # rendering must begin with to have rewritten nothing.
@@ -120,6 +121,7 @@ class Conversation:
         if observation.raw:
             self._pending, self._pending_start = [], len(self._record)
             self._follow_template = self._turn_open = False
+            self._ended_by = None
         else:
             self._pending = extension.messages
 
@@ -147,6 +149,7 @@ class Conversation:
         self._num_turns += 1
         self._call_ids = [call.id for call in calls]
         self._turn_open = not ended
+        self._ended_by = token_ids[-1] if ended else None
         self._pending, self._pending_start = [], len(self._record)
         self._extension = None
         return action
@@ -186,6 +189,11 @@ class Conversation:
         messages = self._chat.prompt_messages(messages_of(observation), observation.tools)
         tools = self._chat.template_tools(observation.tools)
         rendered = self._chat.render(messages, tools)
+        if messages[0]["role"] == "system" and not self._chat.traits.system:
+            raise AgentError(
+                "the chat template leaves out system messages: put the text into the first user "
+                "message, or give another template with --model.chat_template"
+            )
         return _Extension(observation, messages, 0, self._chat.encode(rendered), rendered)
 
     def _plan_messages(self, observation: Observation, messages: list[Message]) -> _Extension:
@@ -200,7 +208,7 @@ class Conversation:
             if rendered != self._unchanged + turn:
                 whole = self._chat.encode(rendered)
                 return _Extension(observation, messages, 0, whole, rendered, fork=True)
-        token_ids = self._chat.turn_ids(turn, turn_open=self._turn_open)
+        token_ids = self._chat.turn_ids(turn, turn_open=self._turn_open, ended_by=self._ended_by)
         return _Extension(observation, messages, self._pending_start, token_ids, rendered)
 
     def _finish_sequence(self) -> None:

@@ -64,7 +64,7 @@ class ChatFormat:
         parser = resolve_parser(
             tool_parser, self._template.source, template_renders_tools=self.traits.tools
         )
-        self._turns = TurnRenderer(self._template, self.traits)
+        self._turns = TurnRenderer(self._template, self.traits.end_token_id)
         known = {self._template.eos_token_id, self.traits.end_token_id, *generation_eos}
         self.end_token_ids = frozenset(token_id for token_id in known if token_id is not None)
         if not self.end_token_ids:
@@ -124,14 +124,24 @@ class ChatFormat:
         """
         return self._turns.text(messages, tools)
 
-    def turn_ids(self, turn_text: str, *, turn_open: bool) -> list[int]:
+    def turn_ids(
+        self, turn_text: str, *, turn_open: bool, ended_by: int | None = None
+    ) -> list[int]:
         """Ids of a `turn_text`; it is tokenized apart from what was sampled, so nothing merges.
 
-        `turn_open`: the assistant's turn lacks its end-of-turn token, which is then the first part.
+        Args:
+            turn_text: as `turn_text` gave it.
+            turn_open: the assistant's turn lacks its end-of-turn token, which is then the first
+                part.
+            ended_by: the end-of-turn token that was sampled.
         """
         token_ids = self.encode(turn_text)
-        if turn_open or self.traits.end_token_id is None:
+        if turn_open:
             return token_ids
+        if self.traits.end_token_id is None:
+            # Where turns end without a token of their own, a model may end its turn with the mark
+            # of the next role (GLM does), which then stands there already.
+            return token_ids[1:] if token_ids[:1] == [ended_by] else token_ids
         return token_ids[token_ids.index(self.traits.end_token_id) + 1 :]
 
     def parse_tool_calls(self, text: str, *, id_prefix: str) -> tuple[ToolCall, ...]:

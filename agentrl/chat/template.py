@@ -82,10 +82,20 @@ class ChatTemplate:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written in it become their ids, none are added."""
-        if len(text) <= _CACHED_TEXT:
-            return list(self._encode_short(text))
-        return self._encode(text)
+        """Ids of `text`; special tokens written in it become their ids, none are added.
+
+        Raises:
+            AgentError: the text holds half of a surrogate pair, which is no character.
+        """
+        try:
+            if len(text) <= _CACHED_TEXT:
+                return list(self._encode_short(text))
+            return self._encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise AgentError(
+                "the agent's text cannot be tokenized: it must be a str without lone surrogates "
+                "(decode bytes with errors='replace')"
+            ) from error
 
     def decode(self, token_ids: SequenceABC[int]) -> str:
         """Text of `token_ids`, special tokens included."""

@@ -32,6 +32,8 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"\A```(?:json)?\s*(.*?)\s*(?:```)?\Z", re.DOTALL)
 _CALL_NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
 _PYTHON_TAG = "<|python_tag|>"
+_MAX_DEPTH = 64
+"""Levels of nesting in a call: more would exhaust Python's recursion in whatever walks it."""
 
 
 def resolve_parser(name: str, template_source: str, *, template_renders_tools: bool) -> ParserName:
@@ -68,12 +70,15 @@ def resolve_parser(name: str, template_source: str, *, template_renders_tools: b
 
 def split_thinking(text: str) -> tuple[str, str]:
     """(thinking, the rest). A `</think>` without an opening closes what the prompt opened."""
-    head, closing, tail = text.partition("</think>")
-    if closing and "<think>" not in head:
-        thinking, rest = split_thinking(tail)
-        return head + thinking, rest
-    thoughts = "".join(_THINKING.findall(text))
-    return thoughts, _THINKING.sub("", text)
+    thoughts, rest = [], text
+    while True:
+        head, closing, tail = rest.partition("</think>")
+        if not closing or "<think>" in head:
+            break
+        thoughts.append(head)
+        rest = tail
+    thoughts += _THINKING.findall(rest)
+    return "".join(thoughts), _THINKING.sub("", rest)
 
 
 def parse_tool_calls(text: str, parser: ParserName, *, id_prefix: str) -> tuple[ToolCall, ...]:
@@ -112,14 +117,13 @@ _Read = tuple[str, dict[str, Any], str | None]
 
 def _read_snippet(snippet: str) -> Iterator[_Read]:
     """The calls of one snippet: JSON values one after another, `;` between them allowed."""
-    decoder = json.JSONDecoder()
     rest = snippet.strip()
     if not rest:
         yield "", {}, "the call is empty: write a JSON object with name and arguments"
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
-        except json.JSONDecodeError as error:
+            value, end = _decode(rest)
+        except ValueError as error:
             name = _CALL_NAME.search(rest)
             yield name.group(1) if name else "", {}, f"the call is not valid JSON: {error}"
             return
@@ -144,9 +148,44 @@ def _read_call(value: object) -> _Read:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+            arguments, _ = _decode(arguments.strip(), whole=True)
+        except ValueError as error:
             return name, {}, f"the arguments are not valid JSON: {error}"
     if not isinstance(arguments, dict):
         return name, {}, f"the arguments are {json.dumps(arguments)}: write a JSON object"
     return name, arguments, None
+
+
+def _decode(text: str, *, whole: bool = False) -> tuple[Any, int]:
+    """The JSON value that `text` begins with, and where it ends.
+
+    Raises:
+        ValueError: there is none, more follows although it should be the `whole` text, or it is
+            one that no tool can work with.
+    """
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except RecursionError:
+        value, end = None, -1
+    if end < 0 or _is_deep(value):
+        raise ValueError(f"it nests deeper than {_MAX_DEPTH} levels")
+    if whole and end < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    # Half of a surrogate pair is valid JSON, but neither text nor anything to tokenize.
+    json.dumps(value, ensure_ascii=False).encode()
+    return value, end
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (
+                each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            )
+        ]
+        if not level:
+            return False
+    return True

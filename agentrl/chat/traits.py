@@ -22,6 +22,7 @@ MARK = "qzassistantzq"
 _USER: Message = {"role": "user", "content": "qzuserzq"}
 _RESULT = "qzresultzq"
 _NO_ROLE = "qzrolezq"
+_VALUE = "qzvaluezq"
 
 PROBE_TOOLS: Schemas = (
     {
@@ -41,7 +42,7 @@ PROBE_TOOLS: Schemas = (
 PROBE_CALL: dict[str, Any] = {
     "id": "call00000",
     "type": "function",
-    "function": {"name": "qztoolzq", "arguments": {"qzargumentzq": "qzvaluezq"}},
+    "function": {"name": "qztoolzq", "arguments": {"qzargumentzq": _VALUE}},
 }
 
 
@@ -50,7 +51,8 @@ class TemplateTraits:
     """What a template does.
 
     `system`, `tools`, `tool_calls`, `tool_role`: it renders a system message, the schemas of
-    tools, an assistant's calls, and has a form of its own for a tool's result.
+    tools, an assistant's calls, and has a form of its own for a tool's result that can follow a
+    sampled turn.
     `end_token_id` is the token that it writes after an assistant's turn, if it is one that never
     merges with its neighbours. `thinking_prefix` is what its generation prompt writes of the
     thinking already (`<think>` and a line break), or empty.
@@ -70,6 +72,7 @@ def probe_traits(template: ChatTemplate) -> TemplateTraits:
     Raises:
         UsageError: it cannot render a user's and an assistant's message as they are.
     """
+    end_token_id = _end_token(template)
     return TemplateTraits(
         system=_shows(
             template, [{"role": "system", "content": "qzsystemzq"}, _USER], shown="qzsystemzq"
@@ -78,10 +81,10 @@ def probe_traits(template: ChatTemplate) -> TemplateTraits:
         tool_calls=_shows(
             template,
             [_USER, {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}, _result()],
-            shown="qzvaluezq",
+            shown=_VALUE,
         ),
-        tool_role=_has_tool_role(template),
-        end_token_id=_end_token(template),
+        tool_role=_has_tool_role(template, end_token_id),
+        end_token_id=end_token_id,
         thinking_prefix=_thinking_prefix(template),
     )
 
@@ -111,16 +114,24 @@ def _shows(
     return text is not None and shown in text
 
 
-def _has_tool_role(template: ChatTemplate) -> bool:
-    """True when a tool's result is not written as a message of any made-up role would be."""
-    for assistant in (
-        {"role": "assistant", "content": MARK},
-        {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
-    ):
+def _has_tool_role(template: ChatTemplate, end_token_id: int | None) -> bool:
+    """True when a result is not written as a message of any made-up role would be.
+
+    It must follow an assistant's text, or where the template refuses that, a structured call whose
+    turn ends before the result: elsewhere it has no place after a turn that was sampled.
+    """
+    plain: Message = {"role": "assistant", "content": MARK}
+    calling: Message = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+    end = "" if end_token_id is None else template.decode([end_token_id])
+    for assistant, last in ((plain, MARK), (calling, _VALUE)):
         text = _try_render(template, [_USER, assistant, _result()])
-        if text is not None and _RESULT in text:
-            made_up = _try_render(template, [_USER, assistant, _result(_NO_ROLE)])
-            return made_up is None or made_up.replace(_NO_ROLE, "tool") != text
+        if text is None:
+            continue
+        between, shown, _ = text.rpartition(last)[2].partition(_RESULT)
+        if not shown or (assistant is calling and not (end and end in between)):
+            return False
+        made_up = _try_render(template, [_USER, assistant, _result(_NO_ROLE)])
+        return made_up is None or made_up.replace(_NO_ROLE, "tool") != text
     return False
 
 
@@ -137,7 +148,16 @@ def _end_token(template: ChatTemplate) -> int | None:
             "have no place in it: give another template with --model.chat_template"
         )
     after = template.encode(text.partition(MARK)[2])
-    return next((token_id for token_id in after if token_id in template.added_token_ids), None)
+    end = next((token_id for token_id in after if token_id in template.added_token_ids), None)
+    history = _try_render(template, [_USER, {"role": "assistant", "content": MARK}, _USER])
+    followed = after if history is None else template.encode(history.partition(MARK)[2])
+    if end is not None and end not in followed:
+        raise UsageError(
+            f"the chat template ends an assistant's turn with {template.decode([end])} only while "
+            "nothing follows, so a sampled turn would not fit into the history: give another "
+            "template with --model.chat_template"
+        )
+    return end
 
 
 def _thinking_prefix(template: ChatTemplate) -> str:

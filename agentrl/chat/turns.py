@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
 from agentrl.chat.template import ChatTemplate, Schemas
-from agentrl.chat.traits import MARK, PROBE_CALL, TemplateTraits
+from agentrl.chat.traits import MARK, PROBE_CALL
 from agentrl.errors import AgentError
 from agentrl.types import Message
 
@@ -41,9 +41,9 @@ class _Literals:
 class TurnRenderer:
     """Renders the text from the end of an assistant's content up to the next generation prompt."""
 
-    def __init__(self, template: ChatTemplate, traits: TemplateTraits) -> None:
+    def __init__(self, template: ChatTemplate, end_token_id: int | None) -> None:
         self._template = template
-        self._traits = traits
+        self._end_token_id = end_token_id
         self._shapes: dict[object, _Literals | None] = {}
 
     def text(self, messages: SequenceABC[Message], tools: Schemas = ()) -> str:
@@ -90,12 +90,12 @@ class TurnRenderer:
         answer: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         history = [user, answer, *messages]
         text = _after_mark(self._template.render(history, tools, generation_prompt=True))
-        if self._traits.end_token_id is None:
+        end = "" if self._end_token_id is None else self._template.decode([self._end_token_id])
+        if not end or end not in text:
             raise AgentError(
-                "the chat template takes a tool's result only after a structured call and ends an "
-                "assistant turn with no token of its own: give another with --model.chat_template"
+                "the chat template takes a tool's result only after a structured call and does "
+                "not end the turn between them: give another with --model.chat_template"
             )
-        end = self._template.decode([self._traits.end_token_id])
         return text[text.index(end) :]
 
     def _find_literals(self, messages: SequenceABC[Message], tools: Schemas) -> _Literals | None:
@@ -106,7 +106,14 @@ class TurnRenderer:
         rest = self._render(_with_contents(messages, marks), tools)
         for mark in marks:
             piece, found, rest = rest.partition(mark)
-            if not found or mark in rest:
+            if not found:
+                raise AgentError(
+                    "the chat template leaves out one of the messages with the roles "
+                    f"{', '.join(message['role'] for message in messages)}, so the model would "
+                    "not see it: give it another role, or another template with "
+                    "--model.chat_template"
+                )
+            if mark in rest:
                 return None
             pieces.append(piece)
         shown = self._render(_with_contents(messages, padded), tools)

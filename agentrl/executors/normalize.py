@@ -54,8 +54,11 @@ def as_observation(value: Any) -> Observation:
     Raises:
         AgentError: it cannot be read as one.
     """
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value = value[0]
+    match value:
+        case ({"role": _}, {"role": _}):
+            pass  # two messages
+        case (observation, Mapping()) if isinstance(value, tuple):
+            value = observation
     if isinstance(value, Mapping) and "role" not in value:
         if "observation" not in value:
             raise AgentError(

@@ -76,6 +76,36 @@ def test_malformed_calls_carry_an_error(body: str, parser: str) -> None:
     assert arguments == {}
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[" * 5000, "nests deeper than 64 levels"),
+        ('{"a": ' * 5000, "nests deeper than 64 levels"),
+        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "4300 digits"),
+        ('{"name": "add", "arguments": "' + "9" * 5000 + '"}', "4300 digits"),
+        ('{"name": "add", "arguments": {"a": "\\ud83c"}}', "surrogates not allowed"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["hermes", "json"])
+def test_a_call_that_would_break_the_reader_carries_an_error(
+    parser: str, body: str, told: str
+) -> None:
+    """verifiers#1763, trl#4881: a model that runs wild must not end its episode by it."""
+    ((_, arguments, error),) = parse(f"<tool_call>{body}" if parser == "hermes" else body, parser)
+    assert told in str(error)
+    assert arguments == {}
+
+
+def test_a_call_may_hold_a_whole_surrogate_pair() -> None:
+    text = '{"name": "add", "arguments": {"a": "\\ud83c\\udf89"}}'
+    assert parse(text, "json") == [("add", {"a": "🎉"}, None)]
+
+
+def test_thinking_that_closes_again_and_again_is_thinking() -> None:
+    assert split_thinking("a</think>" * 3000 + "b") == ("a" * 3000, "b")
+    assert parse("</think>" * 3000 + f"<tool_call>{CALL}") == [("add", {"a": 1, "b": 2}, None)]
+
+
 def test_an_unknown_parser_is_an_error_at_the_start() -> None:
     """slime#2019: it was noticed at the first call, if at all."""
     with pytest.raises(UsageError, match=r"no tool parser 'hermess'.*hermes, qwen"):

@@ -57,6 +57,33 @@ async def test_the_first_observation_is_what_the_policy_sees() -> None:
     assert CHAT.decode(engine.calls[0].token_ids).startswith("<|im_start|>user\nGuess.")
 
 
+@pytest.mark.parametrize(
+    ("returned", "seen"),
+    [
+        ("Guess.", ["Guess."]),
+        (("Guess.", {"seed": 1}), ["Guess."]),
+        (({"role": "user", "content": "Guess."}, {"seed": 1}), ["Guess."]),
+        ({"observation": "Guess."}, ["Guess."]),
+        ({"role": "user", "content": "Guess."}, ["Guess."]),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess."}],
+         ["Be brief.", "Guess."]),
+        (({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess."}),
+         ["Be brief.", "Guess."]),
+    ],
+)  # fmt: skip
+async def test_no_form_of_the_first_observation_is_lost(returned, seen) -> None:
+    """TRL#6067, whatever reset returns; a tuple of two messages is not Gymnasium's."""
+
+    class Form(Guess):
+        async def reset(self, example):
+            return returned
+
+    trajectory = await play(Form, engine := speaking("42"))
+    assert [message["content"] for message in trajectory.messages[:-1]] == seen
+    text = CHAT.decode(engine.calls[0].token_ids)
+    assert all(piece in text for piece in seen)
+
+
 async def test_an_agent_that_never_ends_stops_at_the_turn_limit() -> None:
     """trl#4751: a model that always calls a tool went on for ever."""
     engine = speaking("7")
