@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from agentrl.train.advantages import (
     generalized_advantages,
     group_normalized_advantages,
+    leave_one_out_advantages,
     reward_to_go,
+    turn_level_advantages,
     whiten,
     zero_variance_groups,
 )
@@ -58,6 +60,31 @@ def test_members_without_a_reward_are_no_part_of_the_baseline_and_get_no_gradien
     np.testing.assert_array_equal(advantages, [0, 0, 0, 0])
     advantages = group_normalized_advantages([NAN, 1, 3, NAN], ["g"] * 4, normalize_std=False)
     np.testing.assert_array_equal(advantages, [0, -1, 1, 0])
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_other_scored_members():
+    # 1 - 3 and 3 - 1; 6 - (0 + 3) / 2 and so on; alone: 0
+    rewards = [1, NAN, 3, 6, 0, 3, 7]
+    advantages = leave_one_out_advantages(rewards, ["a", "a", "a", "b", "b", "b", "c"])
+    np.testing.assert_allclose(advantages, [-2, 0, 2, 4.5, -4.5, 0, 0])
+
+
+def test_a_turn_that_no_sibling_reached_has_no_baseline_and_no_advantage():
+    first, second = turn_level_advantages(
+        [np.array([0.0, 5.0]), np.array([1.0])], ["g", "g"], gamma=1.0, normalize_std=False
+    )
+    np.testing.assert_array_equal(first, [2, 0])
+    np.testing.assert_array_equal(second, [-2])
+
+
+def test_turns_of_other_groups_are_no_siblings():
+    result = turn_level_advantages(
+        [np.array([r]) for r in (0.0, 2.0, 10.0, 14.0)],
+        list("aabb"),
+        gamma=1.0,
+        normalize_std=False,
+    )
+    assert [a.tolist() for a in result] == [[-1], [1], [-2], [2]]
 
 
 def test_groups_without_variance_are_named():

@@ -1,9 +1,11 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import tensor
 
+from agentrl.config import LossConfig
 from agentrl.train.aggregation import token_weights
 from agentrl.train.losses import (
     KL_ESTIMATORS,
@@ -14,6 +16,7 @@ from agentrl.train.losses import (
     weighted_sum,
 )
 
+AGGREGATIONS = get_args(LossConfig.model_fields["aggregation"].annotation)
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
 
 
@@ -128,13 +131,14 @@ def test_a_batch_that_is_all_masked_gives_zero_loss_and_finite_gradients():
         ("token-mean", [0.25, 0.25]),  # 1 + 3 tokens
         ("seq-mean-token-sum", [0.5, 0.5]),
         ("seq-mean-token-mean", [0.5, 1 / 6]),
+        ("seq-mean-token-sum-norm", [1 / 20, 1 / 20]),  # 2 episodes, a length of 10
     ],
 )
 def test_aggregations_weigh_the_tokens_of_episodes_of_one_and_three_tokens(aggregation, expected):
-    assert token_weights([1, 3], aggregation) == pytest.approx(expected)
+    assert token_weights([1, 3], aggregation, scale_factor=10) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_an_episode_that_is_filtered_out_is_no_part_of_the_denominator(aggregation: str):
     """Two rows, one filtered: the loss equals the kept row's (trl#6439)."""
     kept, filtered = token_weights([3, 0], aggregation)
@@ -142,6 +146,6 @@ def test_an_episode_that_is_filtered_out_is_no_part_of_the_denominator(aggregati
     assert filtered == 0.0
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_no_tokens_at_all_give_weights_of_zero(aggregation: str):
     assert token_weights([0, 0], aggregation) == [0.0, 0.0]
