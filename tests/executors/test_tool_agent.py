@@ -97,6 +97,27 @@ async def test_thinking_is_no_part_of_the_answer() -> None:
     assert trajectory.reward == 1.0
 
 
+async def test_what_a_tool_wrote_is_not_scored_as_the_models_answer() -> None:
+    """verl#6392: the tool's result was part of the text that the reward function saw."""
+    engine = speaking(call('{"a": 1, "b": 2}'), "I do not know.", chat=QWEN)
+    trajectory = await play(Adder, engine, {"prompt": "?", "answer": "3"}, chat=QWEN)
+    assert "<tool_response>\n3\n</tool_response>" in QWEN.decode(engine.calls[1].token_ids)
+    assert trajectory.reward == 0.0
+    (sequence,) = trajectory.sequences
+    assert "tool_response" not in QWEN.decode(sequence.token_ids[sequence.response_mask].tolist())
+
+
+@pytest.mark.parametrize("body", ['{"a": 1', "{}", "[]", "null", "[" * 5000, "9" * 5000])
+async def test_a_body_that_is_no_call_is_answered_and_the_episode_goes_on(body: str) -> None:
+    """verifiers#1763, trl#4881: literally, and what else a model may write."""
+    engine = speaking(f"<tool_call>{body}</tool_call>", "3", chat=QWEN)
+    example = {"prompt": "?", "answer": "3"}
+    limits = {"max_tokens": 100_000, "max_new_tokens": 50_000}
+    trajectory = await play(Adder, engine, example, chat=QWEN, **limits)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.DONE, 1.0)
+    assert "Error: the call" in QWEN.decode(engine.calls[1].token_ids)
+
+
 def test_a_tool_without_a_description_is_an_error_at_once() -> None:
     def bare(a):
         return a
