@@ -73,6 +73,36 @@ def test_clipped_tokens_are_counted_as_a_share_of_the_trained_ones():
     assert means(sums)["ratio_mean"] == pytest.approx((np.e + 1) / 2)
 
 
+def test_a_clip_is_counted_on_its_side():
+    old = LOGPROBS + tensor([-1.0, 1.0])  # ratios e and 1/e, advantages 1 and -1
+    metrics = means(loss_and_sums(scores(), terms(old_logprobs_N=old), AlgoConfig())[1])
+    assert (metrics["clip_fraction_high"], metrics["clip_fraction_low"]) == (0.5, 0.5)
+    assert metrics["clip_fraction"] == 1.0
+    # k3 of KL(old || current): r - 1 - log r for both
+    assert metrics["approx_kl"] == pytest.approx((np.e - 2 + 1 / np.e) / 2)
+
+
+def test_a_correction_multiplies_the_policy_loss_alone():
+    algo = AlgoConfig(correction={"kind": "icepop", "low": 0.5, "high": 3.0}, entropy_coef=0.5)
+    sampler = LOGPROBS - tensor([2.0, 4.0]).log()  # ratios 2 and 4
+    result = scores()
+    loss, sums = loss_and_sums(result, terms(sampler_logprobs_N=sampler), algo)
+    loss.backward()
+    assert result.logprobs_N.grad.tolist() == pytest.approx([-1.0, 0.0])
+    assert loss.item() == pytest.approx(-1.0 - 0.5 * 0.6)
+    metrics = means(sums)
+    assert metrics["mismatch/weight_mean"] == pytest.approx(1.0)
+    assert (metrics["mismatch/masked"], metrics["mismatch/truncated"]) == (0.5, 0.0)
+
+
+def test_a_kl_in_the_reward_is_counted_but_no_part_of_the_loss():
+    algo = AlgoConfig(kl={"coef": 2.0, "estimator": "k2", "in_reward": True})
+    given = terms(reference_logprobs_N=tensor([-1.0, -1.0]))
+    loss, sums = loss_and_sums(scores(), given, algo)
+    assert loss.item() == 0.0
+    assert means(sums)["kl"] == pytest.approx(0.25)
+
+
 def test_an_all_masked_batch_has_zero_loss_and_gradient_and_no_tokens():
     """(unsloth-zoo#1286)"""
     result = scores()

@@ -5,10 +5,12 @@ import pytest
 import torch
 from learner_parts import make_config, small_llama, trajectory
 
+from agentrl.config import LossConfig
 from agentrl.errors import UsageError
 from agentrl.train.batch import build_samples
 from agentrl.train.learner import Learner
-from agentrl.train.minibatch import mini_batches
+from agentrl.train.minibatch import loss_scale_factor, mini_batches
+from agentrl.train.preparation import kl_of_samples
 from agentrl.train.selection import select_episodes
 from agentrl.train.update import policy_update
 from agentrl.types import StopReason
@@ -193,6 +195,101 @@ def test_missing_sampler_logprobs_are_an_error_where_they_are_needed_and_none_el
         weights_after(episodes, algo={"loss": {"old_logprobs": "sampler"}})
 
 
+def test_a_correction_needs_the_samplers_logprobs():
+    episodes = [trajectory(r, seed=r, logprobs=False) for r in (0, 1)]
+    with pytest.raises(UsageError, match=r"algo\.correction\.kind is tis .* set .* none"):
+        weights_after(episodes, algo={"correction": {"kind": "tis"}})
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "mask", "seq_tis", "seq_mask"])
+def test_a_correction_counts_what_it_does_and_changes_the_update(kind: str):
+    """The sampler said -3.0 for every token, which is not what the learner says."""
+    plain, _ = weights_after(batch())
+    corrected, metrics = weights_after(batch(), algo={"correction": {"kind": kind, "high": 1.05}})
+    assert not torch.equal(plain, corrected)
+    assert 0 <= metrics["mismatch/weight_mean"] <= 1.05
+    share = metrics["mismatch/truncated" if "tis" in kind else "mismatch/masked"]
+    assert 0 < share <= 1
+
+
+def test_a_correction_of_a_step_that_masks_everything_moves_nothing():
+    bounds = {"kind": "mask", "low": 1.0, "high": 1.0}
+    start = torch.cat([w.detach().flatten() for w in small_llama().parameters()])
+    after, metrics = weights_after(batch(), algo={"correction": bounds})
+    assert metrics["mismatch/masked"] == 1.0
+    assert metrics["policy/policy_loss"] == 0.0
+    assert torch.equal(start, after)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "turn_level", "gae"])
+def test_a_kl_in_the_reward_is_zero_at_first_and_then_changes_the_advantages(estimator: str):
+    algo = {"advantage": {"estimator": estimator}}
+    rewarded = {"kl": {"coef": 5.0, "estimator": "k1", "in_reward": True}}
+    # the first update is the same up to rounding, the second is not
+    for updates, same in ((1, True), (2, False)):
+        plain, _ = weights_after(batch(), updates=updates, algo=algo)
+        punished, metrics = weights_after(batch(), updates=updates, algo=algo | rewarded)
+        assert torch.allclose(plain, punished, atol=1e-3) == same
+        assert math.isfinite(metrics["policy/kl"])
+
+
+def test_what_the_kl_takes_from_each_token_worked_out_by_hand():
+    (sample,) = build_samples([trajectory(1.0, turns=(2,))], [0])
+    sample = sample.with_fields(old_logprobs=[-1.0, -2.0], reference_logprobs=[-1.5, -1.0])
+    kl = make_config(algo={"kl": {"coef": 0.5, "estimator": "k1", "in_reward": True}}).algo.kl
+    (penalty,) = kl_of_samples([sample], kl)
+    np.testing.assert_allclose(penalty, [0.25, -0.5])
+
+
+def test_each_estimator_and_loss_makes_a_finite_update():
+    for name in ("dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_level"):
+        _, metrics = weights_after(batch(), algo={"advantage": {"estimator": name}})
+        assert metrics["group/trained"] == 2
+        assert math.isfinite(metrics["policy/grad_norm"])
+    for kind in ("gspo", "cispo", "sapo", "reinforce"):
+        _, metrics = weights_after(
+            batch(), algo={"loss": {"kind": kind}}, train=TRAIN | {"ppo_epochs": 2}
+        )
+        assert metrics["policy/optimizer_steps"] == 2
+        assert metrics["policy/approx_kl"] > 0
+
+
+def test_an_update_by_sequence_ratios_does_not_depend_on_how_it_was_cut():
+    sections = {
+        "algo": {"loss": {"kind": "gspo"}, "correction": {"kind": "seq_tis", "high": 5.0}},
+        "rollout": {"max_tokens": 30, "max_new_tokens": 30},
+    }
+    whole, _ = weights_after(batch(), train=TRAIN | {"ppo_epochs": 2}, **sections)
+    cut, _ = weights_after(
+        batch(), train=TRAIN | {"ppo_epochs": 2, "max_tokens_per_gpu": 30}, **sections
+    )
+    torch.testing.assert_close(whole, cut, atol=1e-4, rtol=0)
+
+
+def test_an_overlong_episode_is_trained_on_its_punished_reward():
+    """Both were right; the longer one has no token left."""
+    episodes = [
+        trajectory(1.0, seed=1, turns=(1,), score=1.0),
+        trajectory(1.0, seed=2, turns=(4,), score=0.0),
+    ]
+    rollout = {"max_new_tokens": 4, "overlong_buffer": {"len": 2}}
+    algo = {"advantage": {"estimator": "dr_grpo"}, "loss": {"aggregation": "seq-mean-token-mean"}}
+    _, metrics = weights_after(episodes, rollout=rollout, algo=algo)
+    assert metrics["reward/overlong_penalty_mean"] == pytest.approx(-0.5)
+    # advantages 0.5 on one token and -0.5 on four
+    assert metrics["advantage/mean"] == pytest.approx(-0.3)
+
+
+def test_the_constant_length_is_the_most_an_episode_can_sample_unless_it_is_set():
+    rollout = make_config(rollout={"max_turns": 3, "max_new_tokens": 5, "max_tokens": 100}).rollout
+    aggregation = {"aggregation": "seq-mean-token-sum-norm"}
+    assert loss_scale_factor(LossConfig(**aggregation), rollout) == 15
+    assert loss_scale_factor(LossConfig(**aggregation, loss_scale_factor=7), rollout) == 7
+    config = make_config(algo={"loss": aggregation | {"loss_scale_factor": 7}})
+    (step,) = mini_batches(build_samples(batch(), range(2)), config, seed=(0, 0))
+    assert [sample.weights[0] for sample in step] == pytest.approx([1 / 14, 1 / 14])
+
+
 def test_the_kl_to_the_reference_is_zero_at_first_and_grows():
     algo = {"kl": {"coef": 0.01}}
     _, first = weights_after(batch(), algo=algo)
@@ -224,4 +321,5 @@ def test_every_metric_is_finite():
     _, metrics = weights_after(batch(), algo={"kl": {"coef": 0.1}, "entropy_coef": 0.01})
     assert all(math.isfinite(value) for value in metrics.values())
     assert {"policy/policy_loss", "policy/kl", "policy/entropy", "policy/clip_fraction",
+            "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/approx_kl",
             "policy/ratio_mean", "policy/grad_norm", "policy/lr"} <= metrics.keys()  # fmt: skip
