@@ -260,7 +260,10 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps of one pass."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Padded tokens of one micro-batch."""
+    """Computed tokens of one micro-batch, padding and repeated prefixes included."""
+    prefix_sharing: Literal["auto", "trie", "padded"] = "auto"
+    """`trie`: tokens that sequences share (the prompt of a group, the history of a fork) are
+    computed once; `padded`: every sequence for itself; `auto`: a trie if the model can."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward: less memory, more time."""
     save_steps: NonNegativeInt = 0

@@ -25,6 +25,7 @@ from agentrl.train.batch import Sample
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch, plan_micro_batches
 from agentrl.train.objective import Sums, add_sums
+from agentrl.train.trie_plan import plan_tries
 from agentrl.train.worker import LearnerWorker, SampleScores, StepOutcome
 
 __all__ = ["Learner", "build_learner"]
@@ -174,11 +175,20 @@ class Learner:
             self._worker.close()
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        text_config = self.policy_config.get_text_config()
+        world_size, max_tokens = self.group.world_size, self.config.train.max_tokens_per_gpu
+        vocab_size = text_config.vocab_size
+        if self._worker.shares_prefixes:
+            return plan_tries(
+                samples,
+                world_size=world_size,
+                max_tokens=max_tokens,
+                vocab_size=vocab_size,
+                # A layer has about 12 * hidden^2 weights; a pair of tokens costs it 2 * hidden.
+                token_cost=6 * text_config.hidden_size,
+            )
         return plan_micro_batches(
-            samples,
-            world_size=self.group.world_size,
-            max_tokens=self.config.train.max_tokens_per_gpu,
-            vocab_size=self.policy_config.get_text_config().vocab_size,
+            samples, world_size=world_size, max_tokens=max_tokens, vocab_size=vocab_size
         )
 
     def _score_all(self, method: str, samples: Sequence[Sample]) -> list[SampleScores]:

@@ -1,10 +1,12 @@
-"""Cuts samples into micro-batches that fit a device, the same number on every rank.
+"""Micro-batches that fit a device, the same number on every rank; rows of padded sequences.
 
-Under ZeRO-3 every rank must run the same sequence of modules, so that ranks with less to do get
-empty micro-batches and every rank cuts the language-model head into the same number of chunks.
-The plan is a pure function of the lengths: the same batch is always cut the same way.
+Micro-batches that share prefixes are cut by `trie_plan`; here they are laid out. Under ZeRO-3 every
+rank must run the same sequence of modules, so that ranks with less to do get empty micro-batches
+and every rank cuts the language-model head into the same number of chunks. A plan is a pure
+function of the samples: the same batch is always cut the same way.
 
-Shapes: B sequences and T inputs of a micro-batch, N sampled tokens in it.
+Shapes: B rows of T inputs each (one row for a trie), R sampled tokens of the samples, N distinct
+questions to the model: as many as R in rows, at most as many in a trie.
 """
 
 from __future__ import annotations
@@ -20,8 +22,18 @@ from torch import Tensor
 
 from agentrl.errors import UsageError
 from agentrl.train.batch import Sample
+from agentrl.train.tree_attention import TreePlan, compiled_size
+from agentrl.train.trie import TokenTrie
 
-__all__ = ["MicroBatch", "TokenLayout", "collate", "plan_micro_batches", "token_field"]
+__all__ = [
+    "MicroBatch",
+    "TokenLayout",
+    "check_longest",
+    "collate",
+    "plan_micro_batches",
+    "same_rounds",
+    "token_field",
+]
 
 LOGITS_PER_CHUNK = 2**27
 """Logits that the head makes at once (512 MiB in float32)."""
@@ -34,21 +46,33 @@ class MicroBatch:
     samples: tuple[Sample, ...]
     indices: tuple[int, ...]
     head_chunks: int
+    as_trie: bool = False
 
     @property
     def num_sampled(self) -> int:
-        """N."""
+        """R."""
         return sum(sample.num_sampled for sample in self.samples)
+
+    @property
+    def num_given(self) -> int:
+        """Inputs of the samples, shared ones as often as they occur."""
+        return sum(sample.num_inputs for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """What a forward pass needs: input_ids[B, T]; for each sampled token the index[N] of the hidden
-    state that predicts it (in B * T) and the token itself, targets[N]. All int64."""
+    """What a forward pass needs: input_ids[B, T]; for each question the index[N] of the hidden
+    state that answers it (in B * T) and the token asked for, targets[N]; all int64.
+
+    expand[R] says which question each sampled token is, None where they are the same; `tree` what
+    the attention of a trie needs.
+    """
 
     input_ids_BT: Tensor
     index_N: Tensor
     targets_N: Tensor
+    expand_R: Tensor | None = None
+    tree: TreePlan | None = None
 
 
 def plan_micro_batches(
@@ -67,32 +91,69 @@ def plan_micro_batches(
     Raises:
         UsageError: a sample alone is longer than `max_tokens`.
     """
+    check_longest(samples, max_tokens)
+    shares = _balance([sample.num_inputs for sample in samples], world_size)
+    cuts = [_cut(share, samples, max_tokens) for share in shares]
+    depth = max(map(len, cuts))
+    cuts = [[*cut, *[[]] * (depth - len(cut))] for cut in cuts]
+    rounds = [list(same_step) for same_step in zip(*cuts, strict=True)]
+    return same_rounds(rounds, samples, vocab_size=vocab_size, as_trie=False, ranks=world_size)
+
+
+def check_longest(samples: Sequence[Sample], max_tokens: int) -> None:
+    """Raise `UsageError` where a sample alone is longer than `max_tokens`."""
     longest = max((sample.num_inputs for sample in samples), default=0)
     if longest > max_tokens:
         raise UsageError(
             f"A sequence of {longest + 1} tokens does not fit train.max_tokens_per_gpu "
             f"({max_tokens}): raise it, or lower rollout.max_tokens."
         )
-    shares = _balance([sample.num_inputs for sample in samples], world_size)
-    cuts = [_cut(share, samples, max_tokens) for share in shares]
-    depth = max(map(len, cuts))
-    cuts = [[*cut, *[[]] * (depth - len(cut))] for cut in cuts]
-    plan: list[list[MicroBatch]] = [[] for _ in cuts]
-    for same_step in zip(*cuts, strict=True):
-        sampled = max(sum(samples[i].num_sampled for i in indices) for indices in same_step)
+
+
+def same_rounds(
+    rounds: Sequence[Sequence[Sequence[int]]],
+    samples: Sequence[Sample],
+    *,
+    vocab_size: int,
+    as_trie: bool,
+    ranks: int,
+) -> list[list[MicroBatch]]:
+    """Make micro-batches of rounds, each of which names the samples of every rank by index."""
+    plan: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    for dealt in rounds:
+        sampled = max(sum(samples[i].num_sampled for i in indices) for indices in dealt)
         chunks = max(1, -(-sampled * vocab_size // LOGITS_PER_CHUNK))
-        for rank, indices in enumerate(same_step):
+        for share, indices in zip(plan, dealt, strict=True):
             members = tuple(samples[i] for i in indices)
-            plan[rank].append(MicroBatch(members, tuple(indices), chunks))
+            share.append(MicroBatch(members, tuple(indices), chunks, as_trie))
     return plan
 
 
 def collate(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
-    """Lay the samples of a micro-batch out as padded rows.
+    """Lay the samples of a micro-batch out as one trie or as padded rows.
 
-    Padding is on the right, where causal attention keeps it from every token before it, so that no
-    mask is needed. An empty micro-batch is one row of one token of which nothing is asked.
+    An empty micro-batch is one row of one token of which nothing is asked.
     """
+    return _as_trie(micro_batch, device) if micro_batch.as_trie else _as_rows(micro_batch, device)
+
+
+def _as_trie(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
+    trie = TokenTrie.build(micro_batch.samples)
+    size = max(trie.num_nodes, 1)
+    trie = trie.padded(compiled_size(size) if device.type == "cuda" else size)
+    index, targets, expand = (torch.from_numpy(x).to(device) for x in trie.questions())
+    return TokenLayout(
+        torch.from_numpy(trie.token_ids).to(device).unsqueeze(0),
+        index,
+        targets,
+        expand,
+        TreePlan(trie.positions, trie.subtree_end, device),
+    )
+
+
+def _as_rows(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
+    """Padding is on the right, where causal attention keeps it from every token before it, so that
+    no mask is needed."""
     samples = micro_batch.samples
     width = max((sample.num_inputs for sample in samples), default=1)
     input_ids_BT = np.zeros((max(len(samples), 1), width), dtype=np.int64)

@@ -12,7 +12,7 @@ Shapes: B sequences, T inputs, H hidden size, V vocabulary, N sampled tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl.errors import UsageError
+from agentrl.train.tree_attention import TreePlan
 
 __all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names"]
 
@@ -36,6 +37,20 @@ class TokenScores(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor
     values_N: Tensor | None
+
+    def expand(self, expand_R: Tensor | None) -> TokenScores:
+        """Give each sampled token [R] the scores of its question in [N]; None: they are the same.
+
+        A question that several tokens ask gets the gradients of all of them.
+        """
+        if expand_R is None:
+            return self
+        values_N = self.values_N
+        return TokenScores(
+            self.logprobs_N.index_select(0, expand_R),
+            self.entropy_N.index_select(0, expand_R),
+            None if values_N is None else values_N.index_select(0, expand_R),
+        )
 
 
 class TokenScorer(nn.Module):
@@ -70,17 +85,23 @@ class TokenScorer(nn.Module):
         targets_N: Tensor,
         head_chunks: int = 1,
         entropy_grad: bool = False,
+        tree: TreePlan | None = None,
     ) -> TokenScores:
         """Score the tokens `targets_N` from the hidden states at `index_N` (in B * T).
 
         Args:
-            input_ids_BT: int64, padded on the right; no mask is needed under causal attention.
+            input_ids_BT: int64, padded on the right; no mask is needed under causal attention. With
+                `tree`, one row of nodes.
             index_N: int64, position of the hidden state that predicts each token.
             targets_N: int64, the tokens.
             head_chunks: into how many parts the head's work is cut.
             entropy_grad: whether the entropy takes part in the backward pass.
+            tree: what each node attends to, where the policy's attention is `TREE_ATTENTION`.
         """
-        hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False)[0]
+        extra: dict[str, Any] = {}
+        if tree is not None:
+            extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
+        hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False, **extra)[0]
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
         parts = []
         for chunk_H, targets in zip(

@@ -62,6 +62,7 @@ def policy_update(
         if scores is None and not steps:  # the first step's are of the weights that sampled
             metrics |= _mismatch(chosen, step_scores)
         steps.append(step_metrics)
+    metrics |= _sharing_metrics(steps)
     for name in steps[0]:
         full_name = name if "/" in name else f"policy/{name}"
         metrics[full_name] = float(np.mean([step[name] for step in steps]))
@@ -75,6 +76,18 @@ def _optimizer_step(
     sums, scores = learner.forward_backward(samples, algo)
     outcome = learner.step()
     return {**means(sums), "grad_norm": outcome.grad_norm, "lr": outcome.lr}, scores
+
+
+def _sharing_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Tokens of all optimizer steps, taken out of `steps`: as given, as computed, and how often
+    each computed one was used."""
+    given = sum(step.pop("tokens_given") for step in steps)
+    computed = sum(step.pop("tokens_computed") for step in steps)
+    return {
+        "train/tokens_given": given,
+        "train/tokens_computed": computed,
+        "train/sharing": given / computed,
+    }
 
 
 def _advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:

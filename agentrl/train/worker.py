@@ -21,11 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import TrainingError
 from agentrl.train.distributed import RankGroup
-from agentrl.train.microbatch import MicroBatch, collate
+from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
+from agentrl.train.sharing import shares_prefixes
 from agentrl.train.state import load_rank, save_rank
+from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.zero import gather_in_buckets, start_scoring, start_training
 
 __all__ = ["LearnerWorker", "SampleScores", "StepOutcome"]
@@ -66,6 +68,10 @@ class LearnerWorker:
             temperature=temperature,
             value_head=config.algo.advantage.estimator == "gae",
         )
+        self.shares_prefixes = shares_prefixes(policy, config)
+        """Whether micro-batches are to be tries."""
+        if self.shares_prefixes:
+            policy.set_attn_implementation(TREE_ATTENTION)
         if config.train.gradient_checkpointing:
             policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
@@ -77,6 +83,8 @@ class LearnerWorker:
         self.reference_engine = None
         if reference is not None:
             scorer = TokenScorer(reference, temperature=temperature)
+            if self.shares_prefixes:
+                reference.set_attn_implementation(TREE_ATTENTION)
             self.reference_engine = start_scoring(scorer, world_size=world_size)
 
     @torch.no_grad()
@@ -98,12 +106,13 @@ class LearnerWorker:
         sums, scores = [], []
         for i, micro_batch in enumerate(micro_batches):
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            token_scores = self._forward(self.engine, micro_batch, algo.entropy_coef != 0)
+            layout = collate(micro_batch, self.group.device)
+            token_scores = self._forward(self.engine, micro_batch, layout, algo.entropy_coef != 0)
             terms = loss_terms(micro_batch, self.group.device)
             loss, counted = loss_and_sums(token_scores, terms, algo)
             # DeepSpeed averages over ranks; the weights already make the loss a sum over them.
             self.engine.backward(loss * self.group.world_size)
-            sums.append(counted)
+            sums.append(counted | _tokens(micro_batch, layout))
             scores.append(_split(token_scores, micro_batch))
         return add_sums(sums), scores
 
@@ -177,18 +186,27 @@ class LearnerWorker:
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> list[SampleScores]:
         engine.eval()
-        return _split(self._forward(engine, micro_batch, False), micro_batch)
-
-    def _forward(self, engine: Any, micro_batch: MicroBatch, entropy_grad: bool) -> TokenScores:
         layout = collate(micro_batch, self.group.device)
+        return _split(self._forward(engine, micro_batch, layout, False), micro_batch)
+
+    def _forward(
+        self, engine: Any, micro_batch: MicroBatch, layout: TokenLayout, entropy_grad: bool
+    ) -> TokenScores:
         scores: TokenScores = engine(
             layout.input_ids_BT,
             layout.index_N,
             layout.targets_N,
             head_chunks=micro_batch.head_chunks,
             entropy_grad=entropy_grad,
+            tree=layout.tree,
         )
-        return scores
+        return scores.expand(layout.expand_R)
+
+
+def _tokens(micro_batch: MicroBatch, layout: TokenLayout) -> Sums:
+    """How many tokens the samples have, and how many the model computed for them."""
+    computed = layout.input_ids_BT.numel() if micro_batch.samples else 0
+    return {"tokens_given": float(micro_batch.num_given), "tokens_computed": float(computed)}
 
 
 def _split(scores: TokenScores, micro_batch: MicroBatch) -> list[SampleScores]:

@@ -1,0 +1,129 @@
+"""Whether a model's layers can share prefixes: whether it may run on a `TokenTrie`.
+
+It may where attention is all that tokens have to do with each other, and where a token attends to
+every token before it. The configuration says what cannot be tried on a few tokens (windows,
+rotary scaling by length); then a small tree is compared with separate sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.config import Config
+from agentrl.errors import UsageError
+from agentrl.train.batch import Sample
+from agentrl.train.tree_attention import TREE_ATTENTION, TreePlan, UnsupportedAttentionError
+from agentrl.train.trie import TokenTrie
+
+__all__ = ["shares_prefixes", "why_not"]
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_PROBE = ([1, 2, 3, 4], [1, 2, 4, 3, 1], [1, 2, 4, 1, 2], [2, 1, 3])
+"""Sequences that fork twice, and one that shares nothing."""
+
+_log = logging.getLogger(__name__)
+
+
+def shares_prefixes(policy: PreTrainedModel, config: Config) -> bool:
+    """Decide it for a run as `train.prefix_sharing` says; the log names what stands in the way.
+
+    Call it while the weights are whole.
+
+    Raises:
+        UsageError: `trie` was asked for and the model cannot.
+    """
+    choice = config.train.prefix_sharing
+    if choice == "padded":
+        return False
+    if config.model.attn_implementation != "sdpa":
+        reason: str | None = f"model.attn_implementation is {config.model.attn_implementation}"
+    else:
+        reason = why_not(policy, config.rollout.max_tokens)
+    if reason is not None and choice == "trie":
+        raise UsageError(
+            f"train.prefix_sharing is trie, but {reason}: set train.prefix_sharing auto."
+        )
+    if reason is not None:
+        _log.info("Shared prefixes are computed once for each sequence, since %s.", reason)
+    return reason is None
+
+
+def why_not(policy: PreTrainedModel, longest: int) -> str | None:
+    """What keeps `policy` from sharing prefixes of sequences of up to `longest` tokens, if any."""
+    config = policy.config.get_text_config()
+    kind = f"a model of type {policy.config.model_type}"
+    foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if foreign:
+        return f"{kind} has layers of type {', '.join(sorted(foreign))}"
+    if not getattr(policy, "_supports_attention_backend", False):
+        return f"{kind} does not let its attention be replaced"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"{kind} caps its attention scores"
+    window = _window(config)
+    if window is not None and window < longest:
+        return f"{kind} has a sliding window of {window} tokens, less than rollout.max_tokens"
+    limit = getattr(config, "max_position_embeddings", None) or longest
+    for rope in _rope_parameters(config):
+        original = rope.get("original_max_position_embeddings") or limit
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE and longest > original:
+            return f"{kind} scales its positions by the length of the sequence"
+    return _try_out(policy, kind)
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window, if any layer uses it."""
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return window if getattr(config, "use_sliding_window", True) else None
+    return window if "sliding_attention" in layer_types else None
+
+
+def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary settings: one dictionary, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    yield from (value for value in parameters.values() if isinstance(value, dict))
+
+
+@torch.no_grad()
+def _try_out(policy: PreTrainedModel, kind: str) -> str | None:
+    """Compare the hidden states of a small tree with those of its sequences."""
+    device = next(policy.parameters()).device
+    samples = [
+        Sample(np.array([*ids, 0], np.int32), np.arange(1, len(ids) + 1, dtype=np.int32))
+        for ids in _PROBE
+    ]
+    trie = TokenTrie.build(samples)
+    ids_1T = torch.from_numpy(trie.token_ids).to(device).unsqueeze(0)
+    rows = [_hidden(policy, torch.tensor([ids], device=device)) for ids in _PROBE]
+    own = policy.config._attn_implementation
+    policy.set_attn_implementation(TREE_ATTENTION)
+    plan = TreePlan(trie.positions, trie.subtree_end, device)
+    try:
+        tree = _hidden(policy, ids_1T, position_ids=plan.positions_1T, agentrl_tree=plan)
+    except UnsupportedAttentionError as error:
+        return f"{kind} cannot attend over a tree ({error})"
+    finally:
+        policy.set_attn_implementation(own)
+    expected = torch.cat(rows)
+    deviation = (tree[torch.from_numpy(trie.index).to(device)] - expected).norm()
+    # Rounding is a hundredth of these; a token that sees what it must not is ten times as much.
+    limit = 3e-2 if policy.dtype == torch.bfloat16 else 1e-3
+    if deviation <= limit * expected.norm():
+        return None
+    return f"{kind} gives a token other states in a tree than in a row"
+
+
+def _hidden(policy: PreTrainedModel, ids_1T: Tensor, **arguments: Any) -> Tensor:
+    hidden: Tensor = policy.base_model(input_ids=ids_1T, use_cache=False, **arguments)[0]
+    return hidden[0].float()

@@ -1,0 +1,118 @@
+"""The token trie of a batch: every distinct prefix once.
+
+Sequences of a group share their prompt, turns share their history, rewritten histories fork off it,
+and repeated responses are the same path. A node is one (prefix, token); its hidden state is the
+same for every sequence that runs through it, so that it is computed once, forwards and backwards.
+
+Nodes stand in depth-first order, where the descendants of a node follow it directly. A node's
+position is its depth, and node q attends to node k where `k <= q < subtree_end[k]`: to itself and
+its ancestors. What the loss wants of a token stays with its sample: a node may be asked for many.
+
+Shapes: T nodes, R sampled tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.train.batch import Sample
+
+__all__ = ["TokenTrie", "prefix_order"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrie:
+    """Distinct inputs of a batch in depth-first order, and where each sampled token is read.
+
+    token_ids[T], positions[T] (depths) and subtree_end[T] (one past the last descendant) describe
+    the nodes; index[R] is the node whose hidden state predicts each sampled token, targets[R] the
+    token itself, both in the order of the samples and their tokens. All int64.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    subtree_end: Ints
+    index: Ints
+    targets: Ints
+
+    @classmethod
+    def build(cls, samples: Sequence[Sample]) -> TokenTrie:
+        """Merge the inputs of `samples` (their last token is a target only, never an input).
+
+        The work is linear in the tokens but for the sorting of the samples, which compares bytes.
+        """
+        order, shared = prefix_order(samples)
+        lengths = np.array([samples[i].num_inputs for i in order], dtype=np.int64)
+        token_ids = np.empty(int((lengths - shared).sum()), dtype=np.int64)
+        positions, subtree_end = np.empty_like(token_ids), np.empty_like(token_ids)
+        path = np.empty(int(lengths.max(initial=0)), dtype=np.int64)
+        index: list[Ints] = [np.empty(0, dtype=np.int64)] * len(samples)
+        count = open_until = 0
+        for i, fork, length in zip(order, shared.tolist(), lengths.tolist(), strict=True):
+            subtree_end[path[fork:open_until]] = count
+            new = slice(count, count + length - fork)
+            token_ids[new] = samples[i].token_ids[fork:length]
+            positions[new] = np.arange(fork, length)
+            path[fork:length] = np.arange(new.start, new.stop)
+            index[i] = path[samples[i].positions - 1]
+            count, open_until = new.stop, length
+        subtree_end[path[:open_until]] = count
+        targets = [sample.token_ids[sample.positions] for sample in samples]
+        empty = np.empty(0, dtype=np.int64)
+        return cls(
+            token_ids,
+            positions,
+            subtree_end,
+            np.concatenate([empty, *index]),
+            np.concatenate([empty, *targets], dtype=np.int64),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    def questions(self) -> tuple[Ints, Ints, Ints]:
+        """The distinct pairs of node and target, so that repeated responses share the head too.
+
+        Returns:
+            index[N] and targets[N] of the pairs, and expand[R]: which pair each sampled token is.
+        """
+        base = self.targets.max(initial=0) + 1
+        pairs, expand = np.unique(self.index * base + self.targets, return_inverse=True)
+        return pairs // base, pairs % base, expand
+
+    def padded(self, size: int) -> TokenTrie:
+        """Add nodes up to `size` that see themselves alone and are asked for nothing."""
+        missing = np.zeros(size - self.num_nodes, dtype=np.int64)
+        return replace(
+            self,
+            token_ids=np.append(self.token_ids, missing),
+            positions=np.append(self.positions, missing),
+            subtree_end=np.append(self.subtree_end, np.arange(self.num_nodes, size) + 1),
+        )
+
+
+def prefix_order(samples: Sequence[Sample]) -> tuple[list[int], Ints]:
+    """Order samples so that those with a common prefix stand together.
+
+    Returns:
+        The samples' indices in depth-first order, and for each place in it how many inputs the
+        sample shares with the one before (0 for the first): no other before it shares more.
+    """
+    inputs = [sample.token_ids[:-1].astype(np.int32) for sample in samples]
+    keys = [tokens.tobytes() for tokens in inputs]
+    order = sorted(range(len(samples)), key=keys.__getitem__)
+    shared = np.zeros(len(order), dtype=np.int64)
+    for place in range(1, len(order)):
+        before, here = inputs[order[place - 1]], inputs[order[place]]
+        size = min(len(before), len(here))
+        differing = np.flatnonzero(before[:size] != here[:size])
+        shared[place] = differing[0] if len(differing) else size
+    return order, shared

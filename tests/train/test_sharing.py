@@ -1,0 +1,180 @@
+"""Which models train on tries, and that those which do get the gradients of separate sequences."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from learner_parts import VOCAB, make_config, small_llama
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+from trie_parts import batches, forked
+
+from agentrl.errors import UsageError
+from agentrl.train.batch import Sample
+from agentrl.train.microbatch import MicroBatch, collate
+from agentrl.train.scorer import TokenScorer
+from agentrl.train.sharing import shares_prefixes, why_not
+from agentrl.train.tree_attention import TREE_ATTENTION
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+FAMILIES = [
+    LlamaConfig(**SMALL),  # SmolLM's too
+    Qwen2Config(**SMALL),
+    Qwen3Config(**SMALL),
+    Qwen3MoeConfig(**SMALL, **EXPERTS),
+    GemmaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=64),
+]
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def gradients(model: PreTrainedModel, samples: list[Sample], *, as_trie: bool) -> torch.Tensor:
+    """Of a sum of log-probabilities in which each token of each sample has a weight of its own."""
+    model.set_attn_implementation("sdpa")
+    scorer = TokenScorer(model, temperature=0.7, value_head=True)
+    torch.nn.init.ones_(scorer.value_head.weight)
+    model.set_attn_implementation(TREE_ATTENTION if as_trie else "sdpa")
+    micro_batch = MicroBatch(tuple(samples), tuple(range(len(samples))), 2, as_trie)
+    layout = collate(micro_batch, torch.device("cpu"))
+    scores = scorer(
+        layout.input_ids_BT, layout.index_N, layout.targets_N, 2, True, tree=layout.tree
+    ).expand(layout.expand_R)
+    weights_R = torch.linspace(-1, 2, micro_batch.num_sampled)
+    loss = (weights_R * (scores.logprobs_N + 0.1 * scores.entropy_N + 0.1 * scores.values_N)).sum()
+    parameters = [p for p in scorer.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+def relative_error(model: PreTrainedModel, samples: list[Sample]) -> float:
+    expected = gradients(model, samples, as_trie=False)
+    return float((gradients(model, samples, as_trie=True) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
+def test_a_family_shares_prefixes_with_the_gradients_of_separate_sequences(config):
+    model = build(config)
+    assert why_not(model, 64) is None
+    assert relative_error(model, forked()) < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_gradients_are_those_of_separate_sequences_on_random_trees(samples: list[Sample]):
+    assert relative_error(small_llama(), samples) < 2e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches())
+def test_in_double_precision_but_for_the_head(samples: list[Sample]):
+    assert relative_error(small_llama().double(), samples) < 2e-7
+
+
+def test_bfloat16_gives_them_within_its_rounding():
+    assert relative_error(small_llama().bfloat16(), forked()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SMALL), "gemma2 caps its attention scores"),
+        (MistralConfig(**SMALL, sliding_window=63), "a sliding window of 63 tokens"),
+        (
+            Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "a sliding window of 8 tokens",
+        ),
+        (
+            LlamaConfig(
+                **SMALL,
+                max_position_embeddings=32,
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            ),
+            "scales its positions by the length",
+        ),
+        (
+            Qwen3NextConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=12),
+            "has layers of type linear_attention",
+        ),
+        (
+            GptOssConfig(**SMALL, num_local_experts=4, sliding_window=64),
+            "cannot attend over a tree (its attention has s_aux)",
+        ),
+        (LlamaConfig(**SMALL, attention_dropout=0.5), "drops attention weights at random"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_that_cannot_says_why(config, reason: str):
+    found = why_not(build(config), 64)
+    assert found is not None
+    assert reason in found
+
+
+def test_windows_that_no_layer_uses_do_not_matter():
+    config = Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=8)
+    assert why_not(build(config), 64) is None
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_found_out():
+    """Each token's state is mixed with that of the token before it in the row."""
+    model = small_llama()
+    layer = model.model.layers[0].mlp
+    layer.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
+    assert "other states in a tree" in why_not(model, 64)
+
+
+def test_the_reason_is_logged_once_and_the_model_keeps_its_attention(caplog):
+    model = build(MistralConfig(**SMALL, sliding_window=8))
+    with caplog.at_level(logging.INFO, logger="agentrl"):
+        assert not shares_prefixes(model, make_config())
+    (record,) = caplog.records
+    assert "since a model of type mistral has a sliding window of 8" in record.getMessage()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_who_asks_for_padding_or_another_attention_gets_it():
+    model = small_llama()
+    assert not shares_prefixes(model, make_config(train={"prefix_sharing": "padded"}))
+    assert not shares_prefixes(model, make_config(model={"attn_implementation": "eager"}))
+    assert shares_prefixes(model, make_config())
+
+
+def test_a_trie_that_was_asked_for_and_cannot_be_is_an_error():
+    config = make_config(train={"prefix_sharing": "trie"}, model={"attn_implementation": "eager"})
+    with pytest.raises(UsageError, match=r"model\.attn_implementation is eager: set train\."):
+        shares_prefixes(small_llama(), config)
+    config = make_config(train={"prefix_sharing": "trie"})
+    with pytest.raises(UsageError, match="caps its attention scores: set train"):
+        shares_prefixes(build(Gemma2Config(**SMALL)), config)

@@ -1,0 +1,87 @@
+"""The CPU's kernel and the GPU's mask against plain attention under the tree's boolean mask."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from trie_parts import batches, sample
+
+from agentrl.train import tree_kernel
+from agentrl.train.batch import Sample
+from agentrl.train.tree_attention import TreePlan, compiled_size, flex_tree_attention
+from agentrl.train.tree_kernel import cut_pieces, tree_attention
+from agentrl.train.trie import TokenTrie
+
+
+def long_and_short() -> list[Sample]:
+    """Chains of 200, 70 and 90 nodes, and bushes of short ones at several depths."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 200).tolist()
+    arms = [prompt + rng.integers(0, 9, n).tolist() for n in (70, 90, 3, 5, 40)]
+    bush = [arms[0] + rng.integers(0, 9, n).tolist() for n in (2, 8, 60, 60, 60, 30)]
+    return [sample(tokens) for tokens in [*arms, *bush, [1, 2, 3], [*prompt[:50], 1, 2]]]
+
+
+def plain(query, key, value, trie: TokenTrie, scale: float) -> torch.Tensor:
+    rows = torch.arange(trie.num_nodes)
+    seen = (rows[:, None] >= rows) & (rows[:, None] < torch.from_numpy(trie.subtree_end))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+
+
+def inputs(trie: TokenTrie, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 3, trie.num_nodes, 8)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(4)]
+
+
+def assert_equal_to_plain(samples: list[Sample], dtype: torch.dtype, tolerance: float) -> None:
+    trie = TokenTrie.build(samples)
+    *qkv, grad = inputs(trie, dtype)
+    pieces = cut_pieces(trie.positions, trie.subtree_end)
+    out, expected = tree_attention(*qkv, pieces, 0.35), plain(*qkv, trie, 0.35)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+    got = torch.autograd.grad(out, qkv, grad.detach())
+    for mine, theirs in zip(got, torch.autograd.grad(expected, qkv, grad.detach()), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)]
+)
+def test_results_and_gradients_are_those_of_attention_under_the_mask(dtype, tolerance):
+    assert_equal_to_plain(long_and_short(), dtype, tolerance)
+
+
+@given(batches(), st.sampled_from([(1, 1), (3, 5), (8, 30), (64, 128)]))
+def test_so_they_are_however_the_tree_is_cut(samples: list[Sample], sizes: tuple[int, int]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernel, "LONG_CHAIN", sizes[0])
+        patch.setattr(tree_kernel, "BLOCK_NODES", sizes[1])
+        assert_equal_to_plain(samples, torch.float64, 1e-12)
+
+
+def test_a_chain_is_one_call_and_short_siblings_are_one_block():
+    prompt = [0] * 200
+    trie = TokenTrie.build([sample([*prompt, k, k, k, 9]) for k in range(1, 9)])
+    pieces = cut_pieces(trie.positions, trie.subtree_end)
+    assert [(c.start, c.end, c.subtree_end, c.root) for c in pieces.chains] == [(0, 200, 224, True)]
+    assert [blocks.nodes_BS.shape for blocks in pieces.blocks] == [(1, 24)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_block_mask_of_a_gpu_gives_the_same():
+    trie = TokenTrie.build(long_and_short())
+    query, key, value, _ = (x.detach().float() for x in inputs(trie, torch.float32))
+    plan = TreePlan(trie.positions, trie.subtree_end, torch.device("cpu"))
+    out = flex_tree_attention(query, key[:, :1], value[:, :1], plan, 0.35)
+    shared = [x[:, :1].expand(-1, 3, -1, -1) for x in (key, value)]
+    torch.testing.assert_close(out, plain(query, *shared, trie, 0.35), atol=1e-5, rtol=0)
+
+
+def test_few_sizes_are_compiled_and_an_eighth_is_padding_at_most():
+    sizes = [compiled_size(n) for n in range(2048, 16385)]
+    assert all(0 <= size - n <= n / 8 for n, size in enumerate(sizes, 2048))
+    assert len(set(sizes)) <= 3 * 8 + 1
+    assert compiled_size(1) == 128

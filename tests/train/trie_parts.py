@@ -1,0 +1,58 @@
+"""What the trie's tests share: samples that fork, repeat and end inside one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+from learner_parts import VOCAB, random_sample
+
+from agentrl.train.batch import Sample
+
+
+def sample(tokens: list[int], sampled: int = 1) -> Sample:
+    """A sequence whose last tokens are sampled."""
+    positions = np.arange(len(tokens) - sampled, len(tokens))
+    return Sample(np.array(tokens, dtype=np.int32), positions.astype(np.int32))
+
+
+def forked(seed: int = 0) -> list[Sample]:
+    """Two members of a group, a fork of one of them, a repeat, a prefix of another, a stranger."""
+    generator = np.random.default_rng(seed)
+    prompt = generator.integers(0, VOCAB, 20)
+
+    def after(prefix: np.ndarray, length: int, sampled: int) -> Sample:
+        tail = random_sample(generator, length=length, sampled=sampled)
+        return replace(
+            tail,
+            token_ids=np.concatenate([prefix, tail.token_ids]).astype(np.int32),
+            positions=(tail.positions + len(prefix)).astype(np.int32),
+        )
+
+    first = after(prompt, 9, 4)
+    fork = after(first.token_ids[:26], 7, 3)
+    repeat = replace(first, advantages=-2 * first.advantages)
+    cut = after(first.token_ids[:21], 2, 1)
+    cut = replace(cut, token_ids=first.token_ids[:23].copy())
+    return [first, after(prompt, 5, 2), fork, repeat, cut, after(prompt[:0], 6, 5)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Sample]:
+    """Samples over two or three tokens, each of which begins as a part of an earlier one does."""
+    vocab = draw(st.integers(2, 3))
+    sequences: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        prefix: list[int] = []
+        if sequences and draw(st.booleans()):
+            whole = draw(st.sampled_from(sequences))
+            prefix = whole[: draw(st.integers(0, len(whole)))]
+        tail = draw(st.lists(st.integers(0, vocab - 1), max_size=40))
+        sequences.append((prefix + tail + [0, 1])[: max(len(prefix + tail), 2)])
+    samples = []
+    for tokens in sequences:
+        positions = draw(st.sets(st.integers(1, len(tokens) - 1))) | {len(tokens) - 1}
+        ids = np.array(tokens, dtype=np.int32)
+        samples.append(Sample(ids, np.array(sorted(positions), dtype=np.int32)))
+    return samples
