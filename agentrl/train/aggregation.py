@@ -23,7 +23,7 @@ def token_weights(
             `seq-mean-token-sum`: the sum over an episode's tokens, averaged over episodes;
             `seq-mean-token-mean`: the mean over an episode's tokens, averaged over episodes
             (arXiv:2402.03300); `seq-mean-token-sum-norm`: the sum over an episode's tokens divided
-            by a constant, averaged over episodes (arXiv:2503.20783, appendix A).
+            by a constant, averaged over episodes (arXiv:2503.20783).
         scale_factor: that constant, a length in tokens.
 
     Returns:

@@ -77,7 +77,7 @@ def rloo(rewards: EpisodeRewards, config: AdvantageConfig) -> Estimate:
 
 
 def reinforce_plus_plus(rewards: EpisodeRewards, config: AdvantageConfig) -> Estimate:
-    """Discounted rewards to come of each token, whitened (arXiv:2501.03262, section 3.1)."""
+    """Discounted rewards to come of each token, whitened (arXiv:2501.03262)."""
     returns = [reward_to_go(r, gamma=config.gamma) for r in rewards.token_rewards]
     return Estimate(whiten(returns) if config.whiten else returns)
 

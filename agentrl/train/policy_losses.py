@@ -80,7 +80,7 @@ def gspo(tokens: PolicyTokens, config: LossConfig) -> PolicyTerms:
     """The clipped surrogate with one ratio for a whole sequence (arXiv:2507.18071, section 4).
 
     s = (pi(sequence) / pi_old(sequence)) ^ (1 / length). Each token has the value of s and its own
-    part of the gradient (the token-level form, equation 14 there), so that advantages may differ
+    part of the gradient (the token-level form there), so that advantages may differ
     within a sequence; with one advantage and a mean over its tokens the gradient is that of s.
     """
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
@@ -97,7 +97,7 @@ def gspo(tokens: PolicyTokens, config: LossConfig) -> PolicyTerms:
 
 
 def cispo(tokens: PolicyTokens, config: LossConfig) -> PolicyTerms:
-    """Policy gradient weighted by the clipped ratio (arXiv:2506.13585, equation 4).
+    """Policy gradient weighted by the clipped ratio (CISPO, arXiv:2506.13585).
 
     The ratio is a weight without a gradient, so that a clipped token still has one. The paper sets
     no lower bound: `clip_ratio_low` of 1 or more.
@@ -109,7 +109,7 @@ def cispo(tokens: PolicyTokens, config: LossConfig) -> PolicyTerms:
 
 
 def sapo(tokens: PolicyTokens, config: LossConfig) -> PolicyTerms:
-    """A soft gate on the ratio in place of the clip (arXiv:2511.20347, equations 5 and 6).
+    """A soft gate on the ratio in place of the clip (SAPO, arXiv:2511.20347).
 
     -4 / tau * sigmoid(tau * (r - 1)) * A: at r = 1 its gradient is that of r * A, and it fades out
     on both sides, sooner for negative advantages where `tau_neg` is above `tau_pos`.

@@ -36,9 +36,10 @@ def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
     )
 
 
-def run(arguments: list[str], **options: object) -> tuple[int, str, str]:
+def run(arguments: list[str], *, timeout: float = 300, **options: object) -> tuple[int, str, str]:
+    """Exit status, output and errors of a process that may take `timeout` seconds."""
     process = start(arguments, **options)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
