@@ -54,6 +54,8 @@ def loss_terms(micro_batch: MicroBatch, device: torch.device) -> LossTerms:
     advantages_N = token_field(micro_batch, "advantages", device)
     if weights_N is None or advantages_N is None:
         raise ValueError("samples need weights and advantages before they can be trained on")
+    # Only a correction needs them, and score_samples has made sure of that.
+    reported = all(sample.sampler_logprobs is not None for sample in micro_batch.samples)
     lengths = torch.tensor(
         [sample.num_sampled for sample in micro_batch.samples], dtype=torch.int64, device=device
     )
@@ -62,7 +64,9 @@ def loss_terms(micro_batch: MicroBatch, device: torch.device) -> LossTerms:
         advantages_N,
         torch.repeat_interleave(lengths, output_size=len(weights_N)),
         old_logprobs_N=token_field(micro_batch, "old_logprobs", device),
-        sampler_logprobs_N=token_field(micro_batch, "sampler_logprobs", device),
+        sampler_logprobs_N=(
+            token_field(micro_batch, "sampler_logprobs", device) if reported else None
+        ),
         reference_logprobs_N=token_field(micro_batch, "reference_logprobs", device),
         old_values_N=token_field(micro_batch, "old_values", device),
         returns_N=token_field(micro_batch, "returns", device),

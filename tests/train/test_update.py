@@ -195,6 +195,12 @@ def test_missing_sampler_logprobs_are_an_error_where_they_are_needed_and_none_el
         weights_after(episodes, algo={"loss": {"old_logprobs": "sampler"}})
 
 
+def test_episodes_with_and_without_sampler_logprobs_can_be_trained_together():
+    episodes = [trajectory(r, seed=r, logprobs=bool(r)) for r in (0, 1)]
+    _, metrics = weights_after(episodes)
+    assert metrics["policy/tokens_trained"] == 8
+
+
 def test_a_correction_needs_the_samplers_logprobs():
     episodes = [trajectory(r, seed=r, logprobs=False) for r in (0, 1)]
     with pytest.raises(UsageError, match=r"algo\.correction\.kind is tis .* set .* none"):
