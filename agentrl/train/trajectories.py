@@ -136,7 +136,7 @@ def _to_row(step: int, trajectory: Trajectory, token_texts: TokenTexts | None) -
     timings = trajectory.timings
     return {
         "step": step,
-        "example_id": trajectory.example_id,
+        "example_id": _writable(trajectory.example_id),
         "group_id": trajectory.group_id,
         "rollout_id": trajectory.rollout_id,
         "reward": trajectory.reward,
@@ -150,10 +150,15 @@ def _to_row(step: int, trajectory: Trajectory, token_texts: TokenTexts | None) -
         "metrics": json.dumps({name: float(v) for name, v in trajectory.metrics.items()}),
         # A message may hold what JSON cannot (an image): its description is better than a crash
         # after the episode was paid for, and nothing is trained on it.
-        "messages": json.dumps(trajectory.messages, ensure_ascii=False, default=repr),
-        "error": trajectory.error,
+        "messages": _writable(json.dumps(trajectory.messages, ensure_ascii=False, default=repr)),
+        "error": None if trajectory.error is None else _writable(trajectory.error),
         "sequences": [_sequence_row(sequence, token_texts) for sequence in trajectory.sequences],
     }
+
+
+def _writable(text: str) -> str:
+    """`text` with lone surrogates, which bytes of a file name become in Python, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _sequence_row(sequence: Sequence, token_texts: TokenTexts | None) -> dict[str, Any]:

@@ -167,3 +167,20 @@ def test_token_texts_join_to_the_text_and_split_no_character(text: str) -> None:
 
 def test_bytes_that_are_no_character_stay_marked() -> None:
     assert TokenText(ByteTokenizer())([0x61, 0xE2, 0x82, 0x62]) == ["a", "\ufffd", "\ufffd", "b"]
+
+
+def test_text_that_utf8_cannot_hold_is_spelled_out_and_loses_no_episode(tmp_path: Path) -> None:
+    failed = Trajectory(
+        sequences=(),
+        reward=None,
+        stop_reason=StopReason.ENV_ERROR,
+        example_id="a\udcff",
+        messages=({"role": "user", "content": "b\udcff é"},),
+        error="c\udcff",
+    )
+    (row,) = read_rows(write_trajectories(tmp_path, 1, [failed]))
+    assert row["example_id"] == r"a\udcff"
+    assert r"b\udcff é" in row["messages"]
+    (back,) = read_trajectories(tmp_path / "000001.parquet")
+    assert back.messages == failed.messages
+    assert back.error == r"c\udcff"
