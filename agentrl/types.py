@@ -322,11 +322,8 @@ class StepResult:
 
     def __post_init__(self) -> None:
         for name in ("reward", "score"):
-            value = getattr(self, name)
-            _require(
-                value is None or math.isfinite(value),
-                f"{name} is {value}: it must be a finite number, or None",
-            )
+            if getattr(self, name) is not None:
+                _as_finite_float(self, name)
         _require(
             self.done or self.observation is not None,
             "a step that is not done must return an observation for the next turn",
@@ -336,6 +333,18 @@ class StepResult:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _as_finite_float(owner: object, name: str) -> None:
+    """Convert a field of a frozen dataclass: a number, or a one-element numpy or torch value."""
+    value = getattr(owner, name)
+    try:
+        item = value.item() if hasattr(value, "item") else value
+        number = math.nan if isinstance(item, str) else float(item)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    _require(math.isfinite(number), f"{name} is {value!r}: it must be one finite number, or None")
+    object.__setattr__(owner, name, number)
 
 
 def _as_array(owner: object, name: str, dtype: type[np.generic]) -> None:

@@ -42,6 +42,12 @@ class RolloutGroup:
         """The rewards of the scored members."""
         return tuple(t.reward for t in self.trajectories if t.reward is not None)
 
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The task's scores of the scored members, which decide whether the group has spread."""
+        scored = (t for t in self.trajectories if t.reward is not None)
+        return tuple(t.reward if t.score is None else t.score for t in scored)  # type: ignore[misc]
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
@@ -102,11 +108,15 @@ def batch_warnings(
             "every episode ended in an answer that was cut by the token limit: raise "
             "rollout.max_new_tokens (or rollout.max_tokens)"
         )
-    compared = [group.rewards for group in groups if len(group.rewards) > 1]
-    if compared and all(min(rewards) == max(rewards) for rewards in compared):
+    compared = [group for group in groups if len(group.scores) > 1]
+    if compared and all(min(group.scores) == max(group.scores) for group in compared):
+        spread = any(min(group.rewards) != max(group.rewards) for group in compared)
         warnings["no_spread"] = (
-            "no group has any spread of rewards, so this batch teaches nothing: check the reward, "
-            "the difficulty of the examples and rollout.temperature"
+            "no group has any spread of scores, although rewards differ, so a group estimator "
+            "learns nothing from this batch: give no score where the reward is the task's measure"
+            if spread
+            else "no group has any spread of rewards, so this batch teaches nothing: check the "
+            "reward, the difficulty of the examples and rollout.temperature"
         )
     if dropped:
         first = dropped[0]

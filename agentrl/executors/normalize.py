@@ -38,8 +38,11 @@ def as_number(value: Any, name: str) -> float:
         AgentError: it is no such thing, or not finite.
     """
     try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        item = value.item() if hasattr(value, "item") else value
+        if isinstance(item, str):
+            raise TypeError("a str, even one of digits, is no number")
+        number = float(item)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise AgentError(
             f"the agent's {name} is {value!r}, which is not one number: return a float or None"
         ) from error

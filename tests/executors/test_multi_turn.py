@@ -208,6 +208,7 @@ async def test_an_engine_failure_is_no_reward() -> None:
     "value",
     [
         StepResult(observation="go on", reward=2.0, metrics={"right": 1.0}),
+        StepResult("go on", reward=np.array([2.0]), metrics={"right": 1.0}),
         ("go on", 2.0, False, False, {"right": True, "note": "x"}),
         {"observation": "go on", "reward": np.float32(2.0), "metrics": {"right": 1.0}},
         {"environment_feedback": "go on", "rewards": np.array([2.0]), "extra_logs": {"right": 1}},
@@ -236,6 +237,8 @@ async def test_plain_values_are_read(value) -> None:
         ({"reward": 1.0}, "must return an observation"),
         ({"observation": "a", "reward": float("nan")}, "reward is nan"),
         ({"observation": "a", "reward": [1, 2]}, "is not one number"),
+        ({"observation": "a", "reward": "2.0"}, "is not one number"),
+        ({"observation": "a", "reward": 10**400}, "is not one number"),
     ],
 )
 async def test_unusable_values_say_what_came(value, message: str) -> None:
@@ -248,6 +251,12 @@ async def test_unusable_values_say_what_came(value, message: str) -> None:
 
     with pytest.raises(AgentError, match=message):
         await play(Bad, speaking("a"))
+
+
+@pytest.mark.parametrize("value", ["2.0", np.array([1.0, 2.0]), 10**400, float("nan")])
+def test_a_step_result_refuses_what_is_not_one_finite_number(value) -> None:
+    with pytest.raises(ValueError, match=r"reward is .*: it must be one finite number, or None"):
+        StepResult("a", reward=value)
 
 
 @pytest.mark.parametrize("value", [None, 3, {"obs": "a"}, [], object()])

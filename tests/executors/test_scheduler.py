@@ -420,6 +420,15 @@ async def test_a_batch_in_which_no_group_has_spread_is_warned_of():
     assert not any("spread" in warning for warning in alone.warnings.values())
 
 
+async def test_a_batch_whose_task_scores_are_all_equal_is_warned_of_although_rewards_differ():
+    async def scored(example, llm):
+        reward = float(llm.rollout_id.endswith("1"))
+        return llm.trajectory(None, reward=reward, score=0.5, stop_reason=StopReason.DONE)
+
+    result = await make(Loop(scored)).run(requests(2, 2))
+    assert "no group has any spread of scores" in result.warnings["no_spread"]
+
+
 async def test_group_ids_must_be_distinct():
     with pytest.raises(ValueError, match="group ids must be distinct"):
         await make(Loop()).run(requests(1, 1) * 2)
