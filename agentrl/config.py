@@ -243,7 +243,7 @@ class TrainConfig(Section):
 
     max_steps: PositiveInt = 100
     """Rollout batches to train on."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of weights, sampling and the order of examples."""
     lr: PositiveFloat = 1e-6
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"

@@ -143,7 +143,7 @@ def _read_path(path: str, split: str) -> SequenceABC[Example]:
 def _read_json(file: Path) -> list[Example]:
     """JSON Lines, or one JSON array."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {file}: {error}") from error
     if text.lstrip().startswith("["):

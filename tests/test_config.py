@@ -72,6 +72,12 @@ def test_a_negative_number_in_scientific_notation_is_a_value() -> None:
     assert from_flags("--algo.entropy_coef", "-1e-3").algo.entropy_coef == -1e-3
 
 
+@pytest.mark.parametrize("argv", ["--train.lr inf", "--rollout.temperature inf", "--train.seed -1"])
+def test_a_number_that_no_run_could_use_is_refused(argv: str) -> None:
+    with pytest.raises(UsageError, match=argv.split()[0]):
+        from_flags(*argv.split())
+
+
 def test_the_last_of_a_repeated_flag_counts() -> None:
     assert from_flags("--train.lr", "1", "--train.lr", "2").train.lr == 2
 

@@ -151,6 +151,12 @@ def test_what_examples_may_not_return(value, message):
         load_examples(DataConfig(), make_agent(lambda split: value))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
+    assert load_examples(DataConfig(path=str(path)), make_agent())[0] == ("0", {"prompt": "x"})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
