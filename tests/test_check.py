@@ -175,6 +175,20 @@ def test_a_raising_close_is_an_error(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "def close(self):\n    time.sleep(60)\n",
+        "async def close(self):\n    import asyncio\n    await asyncio.sleep(60)\n",
+    ],
+)
+def test_a_hanging_close_is_named_as_such(tmp_path, rest):
+    report = check(tmp_path, instance(rest=rest), close_timeout=0.2)
+    ((level, message),) = of(report, "close")
+    assert level == "error"
+    assert "close did not return within rollout.close_timeout" in message
+
+
 def test_an_executor_that_forgets_to_close_its_environment_is_an_error(tmp_path):
     text = (
         instance(rest="def close(self): ...\n")

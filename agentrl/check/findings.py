@@ -139,7 +139,15 @@ def judge_closing(observer: Observer) -> Iterator[Finding]:
             f"close ran {more} times for one environment",
             "do not call close yourself: agentrl calls it once, whatever happened",
         )
-    if any(call.raised for call in observer.of("close")):
+    unfinished = [call for call in observer.of("close") if call.ended is None or call.cancelled]
+    if unfinished:
+        yield Finding(
+            "error",
+            "close",
+            f"close did not return within rollout.close_timeout ({len(unfinished)} times)",
+            "return sooner, or raise rollout.close_timeout",
+        )
+    if any(call.raised for call in observer.of("close") if call not in unfinished):
         yield Finding(
             "error",
             "close",

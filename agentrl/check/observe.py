@@ -6,6 +6,7 @@ their way: nothing about them changes but that somebody looks.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
@@ -33,6 +34,7 @@ class Call:
     ended: float | None = None
     returned: object = None
     raised: bool = False
+    cancelled: bool = False
 
 
 class Observer:
@@ -110,5 +112,8 @@ def _timed(call: Call) -> Iterator[Call]:
     try:
         yield call
         call.raised = False
+    except asyncio.CancelledError:
+        call.cancelled = True
+        raise
     finally:
         call.ended = time.perf_counter()
