@@ -139,9 +139,11 @@ class TrainingRun:
                 metrics = await self._step()
                 if self._due(self._config.train.eval_steps):
                     metrics |= await self._evaluate()
+                # Logged before it is saved: resuming cuts off what was logged too much, but could
+                # not bring back the line of a step that a checkpoint already holds.
+                self._finish_step(metrics)
                 if self._due(self._config.train.save_steps):
                     self._save_checkpoint()
-                self._finish_step(metrics)
                 if stop.signum is not None:
                     self._stop(stop.signum)
         if self._saved_step < self._state.step:
