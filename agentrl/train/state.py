@@ -7,6 +7,7 @@ that cannot write fails alone and says so.
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _path(folder: Path, rank: int) -> Path:
 def _read(path: Path, world_size: int) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(
             f"The learner's state {path} cannot be read: resume from another checkpoint, "
             "with as many ranks as it was saved with."

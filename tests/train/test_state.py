@@ -44,6 +44,9 @@ def test_a_checkpoint_that_is_not_there_or_broken_is_a_usage_error(tmp_path: Pat
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UsageError, match="cannot be read: resume from another checkpoint"):
         subject.load(tmp_path)
+    file.write_bytes(b"garbage")
+    with pytest.raises(UsageError, match="cannot be read: resume from another checkpoint"):
+        subject.load(tmp_path)
     subject.close()
 
 
