@@ -258,7 +258,7 @@ class TrainConfig(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over one rollout batch."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps of one pass."""
+    """Optimizer steps of one pass over a whole batch; a batch with dropped groups makes fewer."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Computed tokens of one micro-batch, padding and repeated prefixes included."""
     prefix_sharing: Literal["auto", "trie", "padded"] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -20,22 +21,25 @@ def mini_batches(
     """Yield the samples of each optimizer step, weighted for it, over `ppo_epochs` passes.
 
     All sequences of an episode stay in one step. Episodes are shuffled by `seed` where a pass has
-    several steps; where there are fewer episodes than steps, the empty steps are left out.
+    several steps. A whole batch makes `mini_batches` steps; one from which episodes were dropped
+    makes fewer of the same size, since Adam's step is no smaller for a gradient of few episodes.
     """
     by_episode: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_episode[sample.episode].append(sample)
     episodes = list(by_episode.values())
     generator = np.random.default_rng(seed)
+    rollout, most_steps = config.rollout, config.train.mini_batches
+    size = math.ceil(rollout.batch_size * rollout.n_samples_per_prompt / most_steps)
+    num_steps = min(math.ceil(len(episodes) / size), most_steps)
     scale_factor = loss_scale_factor(config.algo.loss, config.rollout)
     for _ in range(config.train.ppo_epochs):
         order = list(range(len(episodes)))
-        if config.train.mini_batches > 1:
+        if most_steps > 1:
             order = generator.permutation(len(episodes)).tolist()
-        for part in np.array_split(order, config.train.mini_batches):
-            if len(part):
-                chosen = [episodes[i] for i in part]
-                yield _weighted(chosen, config.algo.loss.aggregation, scale_factor)
+        for part in np.array_split(order, num_steps):
+            chosen = [episodes[i] for i in part]
+            yield _weighted(chosen, config.algo.loss.aggregation, scale_factor)
 
 
 def loss_scale_factor(loss: LossConfig, rollout: RolloutConfig) -> int:

@@ -105,7 +105,10 @@ def test_a_cut_episode_counts_in_the_baseline_but_not_in_the_loss():
 def test_turns_do_not_change_the_number_of_optimizer_steps():
     """K turns do not mean K optimizer steps (ROLL#409)."""
     for turns in ((1,), (1, 1, 1, 1)):
-        config = make_config(train=TRAIN | {"ppo_epochs": 2, "mini_batches": 2})
+        config = make_config(
+            train=TRAIN | {"ppo_epochs": 2, "mini_batches": 2},
+            rollout={"batch_size": 1, "n_samples_per_prompt": 4},
+        )
         learner = Learner(small_llama(), config)
         episodes = [trajectory(r, seed=s, turns=turns) for s, r in enumerate((0, 1, 2, 3))]
         assert policy_update(learner, episodes, config)["policy/optimizer_steps"] == 4
@@ -122,7 +125,10 @@ def test_an_update_is_repeatable_bit_for_bit():
 
 
 def test_mini_batches_hold_every_episode_once_a_pass_with_all_its_sequences():
-    config = make_config(train={"mini_batches": 2, "ppo_epochs": 2})
+    config = make_config(
+        train={"mini_batches": 2, "ppo_epochs": 2},
+        rollout={"batch_size": 1, "n_samples_per_prompt": 7},
+    )
     samples = build_samples(batch(), range(7))
     doubled = [*samples, *samples]  # two sequences of each episode
     steps = list(mini_batches(doubled, config, seed=(0, 0)))
@@ -136,6 +142,20 @@ def test_mini_batches_hold_every_episode_once_a_pass_with_all_its_sequences():
     assert [[s.episode for s in step] for step in steps] != [
         [s.episode for s in step] for step in again
     ]
+
+
+def test_a_batch_with_dropped_groups_makes_fewer_steps_of_the_same_size():
+    """Adam's step does not shrink with a gradient of few episodes: many such steps undo learning."""
+    rollout = {"batch_size": 4, "n_samples_per_prompt": 2}
+    config = make_config(train={"mini_batches": 4}, rollout=rollout)
+
+    def sizes(num_episodes: int) -> list[int]:
+        samples = build_samples(batch(), range(num_episodes))
+        return [len(step) for step in mini_batches(samples, config, seed=(0, 0))]
+
+    assert sizes(7) == [2, 2, 2, 1]
+    assert sizes(4) == [2, 2]
+    assert sizes(1) == [1]
 
 
 def test_an_episode_that_forked_counts_as_one_sequence():
