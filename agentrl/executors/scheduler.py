@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 
 from agentrl.config import RolloutConfig
 from agentrl.engines.base import Engine
-from agentrl.errors import AgentError, AgentRLError, AgentTimeoutError, EngineError, UsageError
+from agentrl.errors import (
+    AgentError,
+    AgentRLError,
+    AgentTimeoutError,
+    ContextOverflowError,
+    EngineError,
+    UsageError,
+)
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
 from agentrl.executors.llm import LLM
@@ -308,6 +315,8 @@ def _stop_reason_of(error: BaseException) -> StopReason:
     """How an episode failed, by what it raised or what that was raised from."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ContextOverflowError):
+            return StopReason.ENV_ERROR  # the loop that made the call should have counted first
         if isinstance(cause, EngineError):
             return StopReason.ENGINE_ERROR
         if isinstance(cause, AgentTimeoutError | TimeoutError):

@@ -10,7 +10,13 @@ import pytest
 from agentrl.chat import ChatFormat
 from agentrl.config import RolloutConfig
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.errors import AgentError, AgentRLError, EngineError, UsageError
+from agentrl.errors import (
+    AgentError,
+    AgentRLError,
+    ContextOverflowError,
+    EngineError,
+    UsageError,
+)
 from agentrl.executors import scheduler as scheduler_module
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.groups import GroupRequest
@@ -168,6 +174,7 @@ async def test_an_engine_outage_is_never_a_reward_and_failed_attempts_do_not_cou
         (RuntimeError("x"), StopReason.ENV_ERROR),
         (SystemExit(1), StopReason.ENV_ERROR),
         (EngineError("x"), StopReason.ENGINE_ERROR),
+        (ContextOverflowError("the loop did not count"), StopReason.ENV_ERROR),
         (TimeoutError("x"), StopReason.TIMEOUT),
         (scheduler_module.AgentTimeoutError("x"), StopReason.TIMEOUT),
         (asyncio.CancelledError("x"), StopReason.CANCELLED),
