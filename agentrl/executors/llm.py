@@ -20,7 +20,7 @@ from agentrl.chat import ChatFormat, Conversation
 from agentrl.engines.base import Engine
 from agentrl.errors import AgentError, ContextOverflowError, EngineError, UsageError
 from agentrl.executors.dialogues import Dialogues
-from agentrl.executors.normalize import as_number
+from agentrl.executors.normalize import as_number, as_observation
 from agentrl.types import (
     Action,
     Generation,
@@ -97,12 +97,19 @@ class LLM:
         """How many tokens may follow a context of `length`; 0 or less when it is full."""
         return self.max_tokens - length
 
-    def conversation(self, observation: Observation | None = None) -> Conversation:
+    def conversation(
+        self, observation: Observation | str | SequenceABC[Message] | None = None
+    ) -> Conversation:
         """A new context, whose sequences will be part of the trajectory.
 
+        `observation` may be whatever `AgentInstance.reset` may return; None leaves it empty.
+
         Raises:
+            AgentError: `observation` is no such thing.
             UsageError: the first prompt leaves no room for an answer.
         """
+        if observation is not None:
+            observation = as_observation(observation, "llm.conversation was given")
         conversation = self.format.conversation(observation)
         if self.room(len(conversation)) < 1:
             raise UsageError(

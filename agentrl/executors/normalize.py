@@ -51,8 +51,8 @@ def as_number(value: Any, name: str) -> float:
     return number
 
 
-def as_observation(value: Any) -> Observation:
-    """The first observation out of what `reset` returned.
+def as_observation(value: Any, said: str = "reset returned") -> Observation:
+    """The first observation out of what `reset` returned, or was given where `said` says.
 
     Raises:
         AgentError: it cannot be read as one.
@@ -65,11 +65,10 @@ def as_observation(value: Any) -> Observation:
     if isinstance(value, Mapping) and "role" not in value:
         if "observation" not in value:
             raise AgentError(
-                f"reset returned a dict with the keys {_names(value)}: it must have the key "
-                "'observation'"
+                f"{said} a dict with the keys {_names(value)}: it must have the key 'observation'"
             )
         value = value["observation"]
-    return _observation(value, "reset")
+    return _observation(value, said)
 
 
 def as_step_result(value: Any) -> StepResult:
@@ -121,7 +120,7 @@ def _step_result(parts: Mapping[str, Any]) -> StepResult:
     done = bool(parts.get("done", False))
     observation = parts.get("observation")
     if observation is not None and not (done and observation == ""):
-        observation = _observation(observation, "step")
+        observation = _observation(observation, "step returned")
     elif not done:
         raise AgentError("a step that is not done must return an observation for the next turn")
     else:
@@ -138,7 +137,7 @@ def _step_result(parts: Mapping[str, Any]) -> StepResult:
     )
 
 
-def _observation(value: Any, method: str) -> Observation:
+def _observation(value: Any, said: str) -> Observation:
     match value:
         case Observation():
             return value
@@ -150,8 +149,8 @@ def _observation(value: Any, method: str) -> Observation:
             return Observation(list(value))
         case _:
             raise AgentError(
-                f"{method} returned {value!r} as the observation: return a str, a list of "
-                "messages, or an Observation"
+                f"{said} {value!r} as the observation, which must be a str, a list of messages, or "
+                "an Observation"
             )
 
 

@@ -187,3 +187,12 @@ async def test_a_turn_remembers_the_temperature_that_it_was_sampled_at() -> None
     conversation.take(await llm.generate(conversation.token_ids))
     (sequence,) = conversation.sequences()
     assert [turn.temperature for turn in sequence.turns] == [0.5, llm.sampling.temperature]
+
+
+async def test_a_conversation_begins_with_all_that_reset_may_return() -> None:
+    llm = make_llm(speaking("a"))
+    expected = llm.conversation(Observation("Guess.")).token_ids
+    for value in ("Guess.", [USER], USER, {"observation": "Guess."}, ("Guess.", {})):
+        assert llm.conversation(value).token_ids == expected, value
+    with pytest.raises(AgentError, match=r"llm\.conversation was given 7 .* must be a str"):
+        llm.conversation(7)
