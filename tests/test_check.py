@@ -212,6 +212,14 @@ def test_an_episode_that_never_ends_is_a_warning(tmp_path):
     assert "rollout.max_turns (4)" in message
 
 
+def test_episodes_that_all_run_out_of_tokens_are_a_warning(tmp_path):
+    step = "def step(self, action):\n    return rl.StepResult('again ' * 200, reward=0.0)\n"
+    report = check(tmp_path, instance(step=step), max_tokens=300, max_new_tokens=100)
+    ((level, message),) = of(report, "ending")
+    assert level == "warning"
+    assert "a token limit: max_tokens (6 times)" in message
+
+
 def test_turns_that_are_not_in_the_trajectory_are_a_warning(tmp_path):
     text = (
         HEAD

@@ -108,12 +108,16 @@ def judge_ending(trajectories: SequenceABC[Trajectory], max_turns: int) -> Itera
         return
     reasons = Counter(t.stop_reason for t in completed)
     seen = ", ".join(f"{reason} ({n} times)" for reason, n in reasons.most_common())
-    if StopReason.MAX_TURNS in reasons and StopReason.DONE not in reasons:
+    if StopReason.DONE not in reasons:
+        limit = "a token limit"
+        if StopReason.MAX_TURNS in reasons:
+            limit = f"rollout.max_turns ({max_turns})"
         yield Finding(
             "warning",
             "ending",
-            f"no episode ended by itself before rollout.max_turns ({max_turns})",
-            "make sure that some answer of the model makes step return done=True",
+            f"no episode ended by itself before {limit}: {seen}",
+            "make sure that some answer of the model makes step return done=True, and that "
+            "rollout.max_tokens and rollout.max_new_tokens leave room for the episode",
         )
     else:
         yield Finding("ok", "ending", seen)
