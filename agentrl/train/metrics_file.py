@@ -1,15 +1,16 @@
 """metrics.jsonl: one JSON object a line, one line a step, floats exact.
 
 JSON has no NaN: a value that is not finite is written as null and read back as NaN. A line is
-flushed as a whole; a last line that a crash cut short is not a step and is left out.
+flushed as a whole; what a crash left of one is not a step and is left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from agentrl.train.files import replace_text
 
@@ -32,10 +33,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     rows: list[dict[str, float]] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            values: dict[str, float | None] = json.loads(line)
-            rows.append({name: math.nan if v is None else v for name, v in values.items()})
+    for _, values in _whole_lines(path):
+        rows.append({name: math.nan if v is None else v for name, v in values.items()})
     return rows
 
 
@@ -47,11 +46,20 @@ def cut_metrics(path: Path, last_step: int) -> None:
     """
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= last_step:
-            kept.append(line)
+    kept = [line for line, values in _whole_lines(path) if values["step"] <= last_step]
     replace_text(path, "".join(kept))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every line that is a step's, newline included, and what it says."""
+    # A disk that was switched off may leave any bytes behind.
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and isinstance(values, dict) and type(values.get("step")) is int:
+            yield line, values
 
 
 def _plain(value: float) -> float | int | None:

@@ -25,7 +25,7 @@ from agentrl.config import Config
 from agentrl.errors import UsageError
 from agentrl.settings import to_toml
 from agentrl.train.files import replace_text
-from agentrl.train.metrics_file import cut_metrics
+from agentrl.train.metrics_file import cut_metrics, read_metrics
 from agentrl.train.trajectories import cut_trajectories
 
 __all__ = ["RunDir", "newest_run", "write_summary"]
@@ -68,11 +68,15 @@ class RunDir:
     def create(cls, config: Config) -> Self:
         """Begin a new run in `log.run_dir`, or else in `runs/<agent>-<date>-<time>`.
 
+        A run that failed there before it finished a step is taken over.
+
         Raises:
             UsageError: the directory holds something already, is in use or cannot be made.
         """
         run = cls(config.log.run_dir or _dated_path(config.agent))
-        if any(entry.name != _LOCK for entry in run.path.iterdir()):
+        if run._failed_at_start():
+            run._cut(0)
+        elif any(entry.name != _LOCK for entry in run.path.iterdir()):
             run.close()
             raise UsageError(
                 f"the run directory {run.path} is not empty: go on with that run by --resume "
@@ -96,10 +100,20 @@ class RunDir:
                 f"nothing to resume in {path}: name the directory of a run, --resume RUN_DIR"
             )
         run = cls(path)
-        cut_metrics(run.metrics_file, step)
-        cut_trajectories(run.trajectories, step)
+        run._cut(step)
         replace_text(run.config_file, to_toml(config))
         return run
+
+    def _failed_at_start(self) -> bool:
+        """True where a run began of which nothing is finished."""
+        finished = read_metrics(self.metrics_file) or self.model.exists()
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return self.config_file.is_file() and not finished and not saved
+
+    def _cut(self, step: int) -> None:
+        """Remove what was logged after `step`."""
+        cut_metrics(self.metrics_file, step)
+        cut_trajectories(self.trajectories, step)
 
     @property
     def config_file(self) -> Path:

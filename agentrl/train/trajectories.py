@@ -12,6 +12,7 @@ size (262,000 tokens: 0.07 s and 1.4 MB against 0.65 s and 1.4 MB).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
@@ -30,11 +31,14 @@ __all__ = [
     "read_trajectories",
     "step_of",
     "trajectory_file",
+    "trajectory_files",
     "write_trajectories",
 ]
 
 TokenTexts = Callable[[SequenceABC[int]], list[str]]
 """Gives the text of every token, such that the joined texts are the decoded sequence."""
+
+_FILE_NAME = re.compile(r"(eval-)?\d{6,}\.parquet")
 
 _TURN = pa.struct(
     [
@@ -125,9 +129,14 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("eval-"))
 
 
+def trajectory_files(folder: Path) -> list[Path]:
+    """The files of episodes in a folder; another's files that lie there are none of ours."""
+    return [path for path in folder.glob("*.parquet") if _FILE_NAME.fullmatch(path.name)]
+
+
 def cut_trajectories(folder: Path, last_step: int) -> None:
     """Remove the files of steps after `last_step`."""
-    for path in folder.glob("*.parquet"):
+    for path in trajectory_files(folder):
         if step_of(path) > last_step:
             path.unlink()
 

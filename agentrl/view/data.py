@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.errors import UsageError
 from agentrl.settings import without_secrets
 from agentrl.train.metrics_file import read_metrics
-from agentrl.train.trajectories import read_rows, step_of
+from agentrl.train.trajectories import read_rows, step_of, trajectory_files
 
 __all__ = ["collect"]
 
@@ -82,7 +82,7 @@ def _series(rows: Sequence[dict[str, float]]) -> dict[str, list[tuple[int, float
 
 
 def _episodes(folder: Path) -> dict[str, Any]:
-    files = sorted(folder.glob("*.parquet"), key=lambda path: (step_of(path), path.name))
+    files = sorted(trajectory_files(folder), key=lambda path: (step_of(path), path.name))
     chosen = _spread(files, MAX_STEPS)
     share = MAX_TOKENS // max(len(chosen), 1)
     return {

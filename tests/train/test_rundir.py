@@ -96,6 +96,47 @@ def test_resuming_cuts_off_what_came_after_the_checkpoint(tmp_path: Path) -> Non
         ]
 
 
+def test_resuming_leaves_what_is_not_the_runs_and_cuts_off_what_a_crash_left(
+    tmp_path: Path,
+) -> None:
+    config = config_for(tmp_path / "r")
+    RunDir.create(config).close()
+    for scraps in (b'{"step": 2, "rew\n', b'{"step": 2, "rew', b"\x00\xff\n", b"null\n", b"{}\n"):
+        with RunDir.resume(config, 1) as run:
+            write_trajectories(run.trajectories, 2, [])
+            (run.trajectories / "mine.parquet").write_bytes(b"")
+            run.metrics_file.write_bytes(b'{"step": 1}\n' + scraps)
+            assert read_metrics(run.metrics_file) == [{"step": 1}]
+        with RunDir.resume(config, 1) as run:
+            assert run.metrics_file.read_text() == '{"step": 1}\n'
+            assert [path.name for path in run.trajectories.iterdir()] == ["mine.parquet"]
+
+
+def test_a_run_that_failed_before_its_first_step_is_taken_over(tmp_path: Path) -> None:
+    with RunDir.create(config_for(tmp_path / "r", "agents/wrong.py")) as run:
+        run.metrics_file.write_text('{"ste')
+        write_trajectories(run.trajectories, 1, [])
+    corrected = config_for(tmp_path / "r")
+    with RunDir.create(corrected) as run:
+        assert resolve([read_toml(run.config_file)]) == corrected
+        assert run.metrics_file.read_text() == ""
+        assert list(run.trajectories.iterdir()) == []
+
+
+@pytest.mark.parametrize("finished", ["metrics.jsonl", "checkpoints/step-00000001", "model"])
+def test_a_run_of_which_something_is_finished_is_not_taken_over(
+    tmp_path: Path, finished: str
+) -> None:
+    config = config_for(tmp_path / "r")
+    RunDir.create(config).close()
+    if finished == "metrics.jsonl":
+        (tmp_path / "r" / finished).write_text('{"step": 1}\n')
+    else:
+        (tmp_path / "r" / finished).mkdir(parents=True)
+    with pytest.raises(UsageError, match="not empty"):
+        RunDir.create(config)
+
+
 def test_there_is_nothing_to_resume_where_no_run_is(tmp_path: Path) -> None:
     for path in (None, tmp_path / "absent"):
         with pytest.raises(UsageError, match="nothing to resume"):
