@@ -19,11 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config import DataConfig, RolloutConfig
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.executors.base import AgentExecutor, AgentInstance
+
+if TYPE_CHECKING:
+    from agentrl.executors.multi_turn import MultiTurnExecutor
 
 __all__ = ["Agent", "blame_user_code", "load_agent"]
 
@@ -84,14 +87,16 @@ class Agent:
                 # A thread of its own, because the caller may be on an event loop already.
                 ThreadPoolExecutor(1) as thread,
             ):
-                thread.submit(asyncio.run, _build_and_close(instance_class, rollout)).result()
+                thread.submit(asyncio.run, _build_and_close(executor, rollout)).result()
         return executor
 
 
-async def _build_and_close(instance_class: type[AgentInstance], rollout: RolloutConfig) -> None:
+async def _build_and_close(executor: MultiTurnExecutor, rollout: RolloutConfig) -> None:
     from agentrl.executors.instance import InstanceRunner
 
-    runner = InstanceRunner(instance_class, rollout, name="probe")
+    runner = InstanceRunner(
+        executor.instance_class, rollout, name="probe", close_faults=executor.close_faults
+    )
     try:
         await runner.build()
     finally:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,11 +21,10 @@ from typing import Any
 from agentrl.config import RolloutConfig
 from agentrl.errors import AgentTimeoutError
 from agentrl.executors.base import AgentInstance
+from agentrl.executors.close_faults import CloseFaults
 from agentrl.types import Action
 
 __all__ = ["InstanceRunner"]
-
-logger = logging.getLogger(__name__)
 
 _METHODS = ("reset", "step", "close")
 
@@ -38,13 +36,19 @@ class InstanceRunner:
         instance_class: built without arguments by `build`.
         rollout: the time limits.
         name: of the episode, for messages.
+        close_faults: of the run, told what `close` does wrong.
 
     Attributes:
         seconds: spent in the instance so far.
     """
 
     def __init__(
-        self, instance_class: type[AgentInstance], rollout: RolloutConfig, *, name: str = ""
+        self,
+        instance_class: type[AgentInstance],
+        rollout: RolloutConfig,
+        *,
+        name: str = "",
+        close_faults: CloseFaults | None = None,
     ) -> None:
         self._class = instance_class
         self._rollout = rollout
@@ -55,6 +59,7 @@ class InstanceRunner:
         self._thread = _InstanceThread(name) if self._blocking else None
         self._instance: AgentInstance | None = None
         self._hung = False
+        self._close_faults = close_faults or CloseFaults()
         self.seconds = 0.0
 
     async def build(self) -> None:
@@ -164,14 +169,9 @@ class InstanceRunner:
         where = f"{self._class.__name__}.close of episode {self._name!r}"
         if not closing.done():
             closing.cancel()
-            logger.warning(
-                "%s did not return within %g s and is left behind: make it faster, or raise "
-                "rollout.close_timeout",
-                where,
-                self._rollout.close_timeout,
-            )
+            self._close_faults.hung(where, self._rollout.close_timeout)
         elif not closing.cancelled() and (failure := closing.exception()) is not None:
-            logger.warning("%s raised; the episode's result stands", where, exc_info=failure)
+            self._close_faults.raised(where, failure)
         if interrupted is not None:
             raise interrupted
 

@@ -14,6 +14,7 @@ from typing import Any
 from agentrl.chat import Conversation
 from agentrl.config import DataConfig, RolloutConfig
 from agentrl.executors.base import AgentExecutor, AgentInstance
+from agentrl.executors.close_faults import CloseFaults
 from agentrl.executors.instance import InstanceRunner
 from agentrl.executors.llm import LLM
 from agentrl.executors.normalize import as_observation, as_step_result
@@ -55,6 +56,7 @@ class MultiTurnExecutor(AgentExecutor):
     def __init__(self, instance_class: type[AgentInstance], rollout: RolloutConfig) -> None:
         self.instance_class = instance_class
         self.rollout = rollout
+        self.close_faults = CloseFaults()
 
     def configure(self, rollout: RolloutConfig, data: DataConfig) -> None:
         """Take the run's limits."""
@@ -69,7 +71,12 @@ class MultiTurnExecutor(AgentExecutor):
             UsageError: the first prompt leaves no room for an answer.
             EngineError: the engine failed.
         """
-        runner = InstanceRunner(self.instance_class, self.rollout, name=llm.rollout_id)
+        runner = InstanceRunner(
+            self.instance_class,
+            self.rollout,
+            name=llm.rollout_id,
+            close_faults=self.close_faults,
+        )
         episode = Episode(example, llm, runner)
         try:
             await runner.build()
