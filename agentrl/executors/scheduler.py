@@ -31,6 +31,7 @@ from agentrl.errors import (
     UsageError,
 )
 from agentrl.executors.base import AgentExecutor
+from agentrl.executors.failure_text import shorten
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
 from agentrl.executors.llm import LLM
 from agentrl.types import SamplingParams, StopReason, Trajectory
@@ -233,7 +234,8 @@ class RolloutScheduler:
         raise (EngineError if engine_only else AgentError)(
             f"every one of the first {len(failures)} episodes failed (attempts by kind: {kinds}); "
             f"correct the {'engine' if engine_only else 'agent (try `agentrl check`)'}. "
-            f"The first failure, of episode {failures[0].rollout_id}:\n{failures[0].error}"
+            f"The first failure, of episode {failures[0].rollout_id}:\n"
+            f"{shorten(failures[0].error or '')}"
         )
 
 

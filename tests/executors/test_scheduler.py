@@ -286,8 +286,11 @@ async def test_when_every_episode_fails_the_run_ends_with_the_first_traceback():
         raise KeyError("board")
 
     executor = Loop(fail)
-    with pytest.raises(AgentError, match=r"(?s)first 32 episodes failed .*KeyError: 'board'"):
+    with pytest.raises(AgentError, match=r"(?s)first 32 episodes failed .*KeyError: 'board'") as e:
         await make(executor, max_concurrency=4).run(requests(100, 8))
+    # Only the frames of this file: its executor's, and what that called.
+    files = [line for line in str(e.value).splitlines() if line.startswith("  File ")]
+    assert [__file__ in line for line in files] == [True, True]
     assert len(executor.attempts) < 40
 
 
