@@ -1,7 +1,9 @@
 """`agentrl check` names what is wrong with an agent file, and only that."""
 
 import asyncio
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -12,6 +14,7 @@ from agentrl.check import Report, check_agent
 from agentrl.check.watched_loop import WatchedLoop
 from agentrl.config import Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from agentrl.errors import UsageError
+from agentrl.train import event_loop
 
 HEAD = """
 import asyncio, time
@@ -360,3 +363,20 @@ def test_stalls_of_a_loop_are_recorded_and_its_errors_are_raised(tmp_path):
         loop.run(block(), tmp_path)
     (stall,) = loop.stalls
     assert stall.seconds >= 0.28
+
+
+def test_a_loop_whose_main_leaves_a_stubborn_task_behind_is_not_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_loop, "GRACE", 0.1)
+    release = threading.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(stubborn()))
+
+    tasks: list[asyncio.Task[None]] = []
+    assert WatchedLoop(min_stall=10, max_stall=0.5).run(main(), tmp_path) is None
+    release.set()

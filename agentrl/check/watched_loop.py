@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.train import event_loop
+
 __all__ = ["Stall", "WatchedLoop"]
 
 BEAT = 0.02
@@ -62,18 +64,23 @@ class WatchedLoop:
         thread = threading.Thread(target=self._run, args=(main,), daemon=True)
         thread.start()
         try:
-            while thread.is_alive():
+            while not self._is_done():
                 thread.join(BEAT)
-                if thread.is_alive() and self._last_beat < time.perf_counter() - self._max_stall:
+                late = self._last_beat < time.perf_counter() - self._max_stall
+                if late and not self._is_done():
                     return _position(thread, file)
         except KeyboardInterrupt:
             if self._task is not None:
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
                 thread.join(self._max_stall)
             raise
+        thread.join(event_loop.GRACE)  # what `main` left behind is being cancelled
         if self._task is not None:
             self._task.result()
         return None
+
+    def _is_done(self) -> bool:
+        return self._task is not None and self._task.done()
 
     def _run(self, main: Coroutine[Any, Any, None]) -> None:
         async def supervised() -> None:
@@ -82,7 +89,7 @@ class WatchedLoop:
             await asyncio.wait({self._task})
             beat.cancel()
 
-        asyncio.run(supervised())
+        event_loop.run(supervised())
 
     async def _beat(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +12,7 @@ from agentrl.data import Examples, load_examples
 from agentrl.engines.base import WeightSource
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
+from agentrl.train import event_loop
 from agentrl.train.eval_result import EvalResult, summarize
 from agentrl.train.sampler import SERVER_KINDS, Sampler, build_engine
 
@@ -30,6 +30,7 @@ def evaluate(config: Config) -> EvalResult:
     """
     agent = load_agent(config.agent)
     examples = load_examples(config.data, agent, evaluation=True)
+    executor = agent.make_executor(config.rollout, config.data)
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(config.model, config.train.seed)
     weights = WeightSource(lambda: iter(policy.named_parameters()), version=0, live=True)
@@ -42,8 +43,8 @@ def evaluate(config: Config) -> EvalResult:
         engine = build_engine(
             config, policy.config, tokenizer, run_dir=Path(scratch), save_model=save_model
         )
-        sampler = Sampler(config, agent, engine, tokenizer, policy.generation_config)
-        return asyncio.run(_evaluate(config, sampler, examples, weights))
+        sampler = Sampler(config, executor, engine, tokenizer, policy.generation_config)
+        return event_loop.run(_evaluate(config, sampler, examples, weights))
 
 
 async def _evaluate(

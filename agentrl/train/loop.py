@@ -8,7 +8,6 @@ stopped.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,11 @@ from agentrl.config import Config
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
 from agentrl.errors import AgentError, UsageError
+from agentrl.executors.base import AgentExecutor
+from agentrl.executors.failure_text import shorten
 from agentrl.executors.groups import RolloutResult
 from agentrl.plugin import Agent, load_agent
+from agentrl.train import event_loop
 from agentrl.train.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -70,6 +72,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
     evaluation = (
         load_examples(config.data, agent, evaluation=True) if config.train.eval_steps else None
     )
+    # Built before the directory is: an agent that cannot start leaves none behind.
+    executor = agent.make_executor(config.rollout, config.data)
     state = _saved_state(config) if resume else LoopState()
     with (
         RunDir.resume(config, state.step) if resume else RunDir.create(config) as run,
@@ -84,9 +88,18 @@ def train(config: Config, *, resume: bool = False) -> Path:
                 Progress(config.train.max_steps, done_steps=state.step) as progress,
             ):
                 training = TrainingRun(
-                    config, agent, run, learner, examples, evaluation, state, metrics, progress
+                    config,
+                    agent,
+                    executor,
+                    run,
+                    learner,
+                    examples,
+                    evaluation,
+                    state,
+                    metrics,
+                    progress,
                 )
-                asyncio.run(training.run(stop))
+                event_loop.run(training.run(stop))
         finally:
             learner.close()
         _say_where(build_report(run.path), run)
@@ -100,6 +113,7 @@ class TrainingRun:
         self,
         config: Config,
         agent: Agent,
+        executor: AgentExecutor,
         run: RunDir,
         learner: Learner,
         examples: Examples,
@@ -124,7 +138,9 @@ class TrainingRun:
             run_dir=run.path,
             save_model=self._save_model,
         )
-        self._sampler = Sampler(config, agent, engine, self._tokenizer, learner.generation_config)
+        self._sampler = Sampler(
+            config, executor, engine, self._tokenizer, learner.generation_config
+        )
         self._saved_step = state.step
         self._empty_batches = 0
         self._warned: set[str] = set()
@@ -305,7 +321,7 @@ def _first_failure(rollout: RolloutResult) -> str:
     if not rollout.dropped:
         return "no episode was scored"
     first = rollout.dropped[0]
-    return f"episode {first.rollout_id} ended as {first.stop_reason}: {first.error}"
+    return f"episode {first.rollout_id} ended as {first.stop_reason}: {shorten(first.error or '')}"
 
 
 def _say_where(report: Path, run: RunDir) -> None:

@@ -14,9 +14,9 @@ from agentrl.engines.base import Engine
 from agentrl.engines.embedded.weights import skeleton
 from agentrl.engines.factory import make_engine
 from agentrl.errors import UsageError
+from agentrl.executors.base import AgentExecutor
 from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.scheduler import RolloutScheduler
-from agentrl.plugin import Agent
 from agentrl.types import SamplingParams, Trajectory
 
 __all__ = ["SERVER_KINDS", "Sampler", "build_engine", "sampling_params"]
@@ -26,7 +26,7 @@ SERVER_KINDS = ("vllm", "sglang")
 
 
 class Sampler:
-    """Samples groups of episodes of one agent on one engine, which it starts and closes.
+    """Samples groups of episodes of one executor on one engine, which it starts and closes.
 
     Use it as an asynchronous context.
     """
@@ -34,7 +34,7 @@ class Sampler:
     def __init__(
         self,
         config: Config,
-        agent: Agent,
+        executor: AgentExecutor,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         generation: GenerationConfig | None,
@@ -47,7 +47,7 @@ class Sampler:
             generation_eos=_end_token_ids(generation),
         )
         self._scheduler = RolloutScheduler(
-            agent.make_executor(config.rollout, config.data),
+            executor,
             engine,
             chat,
             sampling_params(config),

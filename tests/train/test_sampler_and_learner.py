@@ -74,7 +74,8 @@ async def test_every_end_token_of_the_generation_config_reaches_the_engine(eos, 
     tokenizer = make_tokenizer("chatml", eos_token="<|endoftext|>")
     engine = ScriptedEngine([[9, 3, 9, 9]])
     generation = GenerationConfig(eos_token_id=eos)
-    async with Sampler(config, load_agent(agent), engine, tokenizer, generation) as sampler:
+    executor = load_agent(agent).make_executor(config.rollout, config.data)
+    async with Sampler(config, executor, engine, tokenizer, generation) as sampler:
         result = await sampler.run([GroupRequest("g", "e", {}, 1)])
     wanted = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert set(engine.calls[0].params.stop_token_ids) == wanted | set(np.atleast_1d(eos).tolist())

@@ -1,0 +1,82 @@
+"""Runs of agents that fail, as a user sees them: one message, and no directory in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from whole_runs import run
+
+HEAD = """
+import asyncio
+import agentrl as rl
+
+def examples(split):
+    return [{"id": 0}]
+
+class Agent(rl.AgentInstance):
+    def reset(self, example):
+        return "go"
+"""
+GOOD = "    def step(self, action):\n        return rl.StepResult(reward=1.0, done=True)\n"
+RAISES = "    def step(self, action):\n        return {}['board']\n"
+STUBBORN = """
+    async def step(self, action):
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+"""
+
+
+def command(verb: str, agent: Path, *flags: str) -> list[str]:
+    return [
+        *("-m", "agentrl", verb, "--agent", str(agent), "--rollout.max_retries", "0"),
+        *("--rollout.max_new_tokens", "3", "--rollout.max_tokens", "160", *flags),
+    ]
+
+
+def train(agent: Path, run_dir: Path, *flags: str) -> tuple[int, str]:
+    flags = ("--log.run_dir", str(run_dir), "--train.max_steps", "1", *flags)
+    small = ("--rollout.batch_size", "1", "--rollout.n_samples_per_prompt", "2")
+    status, _, err = run(command("train", agent, *small, *flags))
+    return status, err
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_an_agent_that_swallows_its_cancellation_does_not_keep_the_process(
+    tmp_path: Path, verb: str
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(HEAD + STUBBORN)
+    limits = ("--rollout.step_timeout", "0.2", "--rollout.close_timeout", "0.2")
+    limits += ("--rollout.episode_timeout", "0.5", "--train.max_steps", "1")
+    status, _, err = run(command(verb, agent, *limits), cwd=tmp_path, timeout=200)
+    assert status == 1, err
+    assert "must let asyncio.CancelledError pass" in err
+    assert "rollout.episode_timeout (0.5 s)" in err
+    assert "Traceback" not in err
+
+
+def test_a_run_that_fails_says_where_in_the_users_file_and_may_begin_again(tmp_path: Path) -> None:
+    agent, run_dir = tmp_path / "agent.py", tmp_path / "run"
+    agent.write_text(HEAD + "    def __init__(self):\n        raise OSError('no display')\n" + GOOD)
+    status, err = train(agent, run_dir)
+    assert (status, run_dir.exists()) == (2, False)
+    assert "OSError: no display" in err
+
+    agent.write_text(HEAD + RAISES)
+    status, err = train(agent, run_dir)
+    assert status == 1
+    shown = err[err.index("The first failure") :].splitlines()
+    assert [line for line in shown if "  File " in line] == [
+        f'agentrl:   File "{agent}", line 12, in step'
+    ]
+    assert shown[-1] == "agentrl: KeyError: 'board'"
+
+    agent.write_text(HEAD + GOOD)
+    assert train(agent, run_dir, "--rollout.max_tokens", "1000000")[0] == 2
+    status, err = train(agent, run_dir)
+    assert status == 0, err
+    assert (run_dir / "summary.json").is_file()
