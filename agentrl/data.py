@@ -70,7 +70,7 @@ class Examples:
             fields = ", ".join(map(str, row)) or "no fields"
             raise UsageError(
                 f"row {index} of {self._source} has no {self._prompt_key!r} (it has: {fields}): "
-                "set data.prompt_key to the field that holds the prompt"
+                "set data.prompt_key (or prompt_key in the agent) to the field that holds the prompt"
             )
         identifier = row.get("id")
         return str(index if identifier is None else identifier), dict(row)
@@ -112,7 +112,7 @@ def load_examples(data: DataConfig, agent: Agent, *, evaluation: bool = False) -
     examples = Examples(
         rows,
         source,
-        prompt_key=data.prompt_key if agent.needs_prompt else None,
+        prompt_key=agent.prompt_key(data),
         max_samples=data.max_samples,
     )
     # Rows in memory are all looked at now; reading a data set from disk to its end could take

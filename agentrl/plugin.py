@@ -57,6 +57,25 @@ class Agent:
         """True where the agent takes its first message from the row (`data.prompt_key`)."""
         return bool(getattr(self.agent_class, "needs_prompt", False))
 
+    def prompt_key(self, data: DataConfig) -> str | None:
+        """The field that every row must have; None where the agent writes its first message.
+
+        Raises:
+            UsageError: the class and `data.prompt_key` name different fields.
+        """
+        if not self.needs_prompt:
+            return None
+        default = DataConfig().prompt_key
+        own = getattr(self.agent_class, "prompt_key", default)
+        if own == default:
+            return data.prompt_key
+        if data.prompt_key not in (default, own):
+            raise UsageError(
+                f"data.prompt_key is {data.prompt_key!r}, but {self.name} sets prompt_key to "
+                f"{own!r}: remove one of them"
+            )
+        return str(own)
+
     def make_executor(
         self, rollout: RolloutConfig, data: DataConfig, *, probe: bool = True
     ) -> AgentExecutor:
@@ -75,7 +94,7 @@ class Agent:
         from agentrl.executors.multi_turn import MultiTurnExecutor
 
         if issubclass(self.agent_class, AgentInstance):
-            executor: AgentExecutor = MultiTurnExecutor(self.agent_class, rollout)
+            executor: AgentExecutor = MultiTurnExecutor(self._instance_class(data), rollout)
         else:
             with blame_user_code(self.path, f"building {self.name}"):
                 executor = self.agent_class()
@@ -89,6 +108,16 @@ class Agent:
             ):
                 thread.submit(asyncio.run, _build_and_close(executor, rollout)).result()
         return executor
+
+    def _instance_class(self, data: DataConfig) -> type[AgentInstance]:
+        """The environment, reading the prompt where this run has it."""
+        assert issubclass(self.agent_class, AgentInstance)
+        key = self.prompt_key(data)
+        if key is None or getattr(self.agent_class, "prompt_key", key) == key:
+            return self.agent_class
+        # A class of this run's own: the file's may serve another run with other names.
+        names = {"prompt_key": key, "__module__": self.agent_class.__module__}
+        return type(self.name, (self.agent_class,), names)
 
 
 async def _build_and_close(executor: MultiTurnExecutor, rollout: RolloutConfig) -> None:

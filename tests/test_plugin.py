@@ -7,9 +7,10 @@ from textwrap import dedent
 import pytest
 
 from agentrl.config import DataConfig, RolloutConfig
+from agentrl.data import load_examples
 from agentrl.errors import UsageError
 from agentrl.executors.base import AgentExecutor
-from agentrl.plugin import load_agent
+from agentrl.plugin import Agent, load_agent
 
 INSTANCE = """
 import agentrl as rl
@@ -267,3 +268,46 @@ def examples(split):
 def test_examples_must_be_a_function_of_the_split(write, text, message):
     with pytest.raises(UsageError, match=message):
         load_agent(write(INSTANCE + text))
+
+
+SINGLE_TURN = """\
+    import agentrl as rl
+
+    class Right(rl.SingleTurnAgent):
+        def reward(self, example, completion):
+            return 1.0
+    """
+
+
+def prompt_of(agent: Agent, data: DataConfig, row: dict[str, str]) -> str:
+    executor = agent.make_executor(RolloutConfig(), data)
+    return executor.instance_class().reset(row)
+
+
+def test_a_single_turn_agent_takes_the_prompt_from_the_field_that_the_run_names(write):
+    agent = load_agent(write(SINGLE_TURN))
+    row = {"prompt": "1", "question": "2"}
+    assert prompt_of(agent, DataConfig(prompt_key="question"), row) == "2"
+    # A run with other names does not change the file's class.
+    assert prompt_of(agent, DataConfig(), row) == "1"
+
+
+def test_a_single_turn_agents_own_field_counts_and_a_contradiction_is_refused(write):
+    agent = load_agent(
+        write(SINGLE_TURN.replace("def reward", "prompt_key = 'q'\n        def reward"))
+    )
+    assert agent.prompt_key(DataConfig()) == "q"
+    assert prompt_of(agent, DataConfig(prompt_key="q"), {"q": "3"}) == "3"
+    with pytest.raises(
+        UsageError, match=r"data\.prompt_key is 'x', but Right sets prompt_key to 'q'"
+    ):
+        agent.make_executor(RolloutConfig(), DataConfig(prompt_key="x"))
+
+
+def test_rows_of_a_single_turn_agent_are_looked_at_unless_it_writes_the_prompt(write, tmp_path):
+    data = DataConfig(path=str(tmp_path / "data.jsonl"))
+    (tmp_path / "data.jsonl").write_text('{"question": "2"}\n')
+    with pytest.raises(UsageError, match=r"row 0 .* has no 'prompt'.*set data\.prompt_key"):
+        load_examples(data, load_agent(write(SINGLE_TURN)))
+    own = "def reset(self, example):\n            return 'go'\n\n        def reward"
+    assert len(load_examples(data, load_agent(write(SINGLE_TURN.replace("def reward", own))))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.errors import AgentError
 from agentrl.executors.base import AgentInstance
@@ -12,10 +12,21 @@ __all__ = ["SingleTurnAgent"]
 
 
 class SingleTurnAgent(AgentInstance):
-    """Subclass it and write `reward`. Like every instance it lives for one episode."""
+    """Subclass it and write `reward`. Like every instance it lives for one episode.
 
-    prompt_key = "prompt"
-    """The field of the example that holds the prompt: a str or a list of messages."""
+    Every row must have the field `data.prompt_key`, unless the class has a `reset` of its own.
+    """
+
+    prompt_key: str = "prompt"
+    """The field of the example that holds the prompt, a str or a list of messages. A class that
+    names one means that one; otherwise a run puts `data.prompt_key` here."""
+
+    needs_prompt: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reset" in cls.__dict__ and "needs_prompt" not in cls.__dict__:
+            cls.needs_prompt = False
 
     def reward(self, example: Example, completion: str) -> Any:
         """The reward of `completion`, a number, or None where it cannot be scored."""
@@ -27,7 +38,7 @@ class SingleTurnAgent(AgentInstance):
         if self.prompt_key not in example:
             raise AgentError(
                 f"the example has the fields {', '.join(map(repr, example))} and not "
-                f"{self.prompt_key!r}: set prompt_key in {type(self).__name__}"
+                f"{self.prompt_key!r}: set data.prompt_key, or prompt_key in {type(self).__name__}"
             )
         return example[self.prompt_key]
 
