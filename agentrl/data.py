@@ -70,7 +70,7 @@ class Examples:
             fields = ", ".join(map(str, row)) or "no fields"
             raise UsageError(
                 f"row {index} of {self._source} has no {self._prompt_key!r} (it has: {fields}): "
-                "set data.prompt_key (or prompt_key in the agent) to the field that holds the prompt"
+                "set data.prompt_key (or the agent's prompt_key) to the one with the prompt"
             )
         identifier = row.get("id")
         return str(index if identifier is None else identifier), dict(row)
