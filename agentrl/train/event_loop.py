@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ASYNCIO = f"{os.path.dirname(asyncio.__file__)}{os.sep}"
+
 GRACE = 5.0
 """Seconds that tasks and threads have to end once the main coroutine has."""
 
@@ -101,9 +103,13 @@ def _wait_for(
 
 
 def _describe(task: asyncio.Task[Any]) -> str:
-    """A task's name and where it waits."""
-    frames = task.get_stack()
-    where = f" at {frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else ""
+    """A task's name and the line, outside asyncio, at which it waits."""
+    where = ""
+    waiting: Any = task.get_coro()
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        if not frame.f_code.co_filename.startswith(_ASYNCIO):
+            where = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        waiting = waiting.cr_await
     return f"{task.get_name()}{where}"
 
 
