@@ -24,8 +24,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install -e ".[dev]"
 	touch $@
 
+# One thread: for a model this small, handing work to a second costs more than it gives.
 quickstart: install
-	$(BIN)/agentrl train --agent examples/agents/number_guess.py --config examples/quickstart.toml \
+	OMP_NUM_THREADS=1 $(BIN)/agentrl train --agent examples/agents/number_guess.py --config examples/quickstart.toml \
 		--train.seed $(SEED) --log.run_dir runs/quickstart-$(SEED)
 
 test: install-dev

@@ -16,13 +16,13 @@ CREDIT = 0.3
 
 
 class NumberGuess(rl.AgentInstance):
-    def reset(self, example):
+    async def reset(self, example):
         self.target = example["target"]
         self.low, self.high = 1, LARGEST
         self.guesses = self.sensible = 0
         return f"Guess my number from 1 to {LARGEST}"
 
-    def step(self, action):
+    async def step(self, action):
         self.guesses += 1
         guess = self._read(action.text)
         if guess == self.target:
