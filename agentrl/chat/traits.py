@@ -150,8 +150,9 @@ def _end_token(template: ChatTemplate) -> int | None:
     after = template.encode(text.partition(MARK)[2])
     end = next((token_id for token_id in after if token_id in template.added_token_ids), None)
     history = _try_render(template, [_USER, {"role": "assistant", "content": MARK}, _USER])
-    followed = after if history is None else template.encode(history.partition(MARK)[2])
-    if end is not None and end not in followed:
+    if end is None or history is None or MARK not in history:
+        return end  # a template that drops the text of earlier turns is found to rewrite history
+    if end not in template.encode(history.partition(MARK)[2]):
         raise UsageError(
             f"the chat template ends an assistant's turn with {template.decode([end])} only while "
             "nothing follows, so a sampled turn would not fit into the history: give another "
