@@ -39,7 +39,12 @@ from agentrl.train.progress import Progress
 from agentrl.train.refill import sample_until_spread
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
-from agentrl.train.stats import engine_metrics, episode_metrics, eval_metrics
+from agentrl.train.stats import (
+    engine_metrics,
+    episode_metrics,
+    eval_metrics,
+    off_temperature_share,
+)
 from agentrl.train.token_text import TokenText
 from agentrl.train.trajectories import write_trajectories
 from agentrl.train.update import policy_update
@@ -50,6 +55,11 @@ __all__ = ["train"]
 
 SUMMARY_STEPS = 5
 """`reward_first` and `reward_last` are means over so many steps."""
+
+OFF_TEMPERATURE = (
+    "the agent samples some turns at another temperature than rollout.temperature, at which the "
+    "learner scores every token: the importance ratios of these turns are off"
+)
 
 MAX_EMPTY_BATCHES = 3
 """So many batches without a single usable group end the run."""
@@ -184,6 +194,10 @@ class TrainingRun:
         metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update
         if REWARD in metrics:
             self._state.rewards.append(metrics[REWARD])
+        off = off_temperature_share(rollout.trajectories, self._config.rollout.temperature)
+        if off > 0:
+            metrics["length/off_temperature"] = off
+            self._warn_once("off_temperature", OFF_TEMPERATURE)
         metrics |= engine_metrics(self._sampler.engine.stats())
         metrics["throughput/tokens_per_second"] = sampled / rollout.seconds
         self._write_trajectories(rollout.outcomes)
@@ -200,10 +214,12 @@ class TrainingRun:
                 rollout = await self._sample_groups(settings.batch_size)
         self._note_warnings(rollout)
         self._empty_batches = 0 if rollout.groups else self._empty_batches + 1
-        if self._empty_batches == MAX_EMPTY_BATCHES:
+        is_last = self._state.step + 1 == self._config.train.max_steps
+        if self._empty_batches == MAX_EMPTY_BATCHES or (self._empty_batches and is_last):
             raise AgentError(
-                f"{MAX_EMPTY_BATCHES} batches in a row have no group with "
-                f"rollout.min_group_size scored episodes; the last: {_first_failure(rollout)}"
+                f"the batch of step {self._state.step + 1} is number {self._empty_batches} in a "
+                "row without a group of rollout.min_group_size scored episodes, so that the newest "
+                f"weights are not to be trusted; the last failure: {_first_failure(rollout)}"
             )
         return rollout
 
@@ -247,9 +263,12 @@ class TrainingRun:
     def _note_warnings(self, rollout: RolloutResult) -> None:
         """Say what is suspicious about a batch, each kind once in a run."""
         for kind, warning in rollout.warnings.items():
-            if kind not in self._warned:
-                self._warned.add(kind)
-                self._progress.note(f"warning: {warning}")
+            self._warn_once(kind, warning)
+
+    def _warn_once(self, kind: str, warning: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._progress.note(f"warning: {warning}")
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         metrics = {**metrics, **self._progress.phase_seconds()}

@@ -80,3 +80,14 @@ def test_a_run_that_fails_says_where_in_the_users_file_and_may_begin_again(tmp_p
     status, err = train(agent, run_dir)
     assert status == 0, err
     assert (run_dir / "summary.json").is_file()
+
+
+def test_a_run_whose_weights_diverged_at_its_end_fails_and_saves_no_model(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(HEAD + GOOD.replace("1.0", "len(action.text)"))
+    run_dir = tmp_path / "run"
+    status, err = train(agent, run_dir, "--train.max_steps", "2", "--train.lr", "1e30")
+    assert status == 1
+    assert "not to be trusted" in err
+    assert "Traceback" not in err
+    assert not (run_dir / "model").exists()

@@ -145,7 +145,7 @@ def test_mini_batches_hold_every_episode_once_a_pass_with_all_its_sequences():
 
 
 def test_a_batch_with_dropped_groups_makes_fewer_steps_of_the_same_size():
-    """Adam's step does not shrink with a gradient of few episodes: many such steps undo learning."""
+    """Adam does not step less for a gradient of few episodes: many such steps undo learning."""
     rollout = {"batch_size": 4, "n_samples_per_prompt": 2}
     config = make_config(train={"mini_batches": 4}, rollout=rollout)
 
