@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_parts import batches, sample
 
@@ -54,6 +54,7 @@ def test_results_and_gradients_are_those_of_attention_under_the_mask(dtype, tole
     assert_equal_to_plain(long_and_short(), dtype, tolerance)
 
 
+@settings(deadline=None)
 @given(batches(), st.sampled_from([(1, 1), (3, 5), (8, 30), (64, 128)]))
 def test_so_they_are_however_the_tree_is_cut(samples: list[Sample], sizes: tuple[int, int]):
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from trie_parts import batches, sample
 
 from agentrl.train.batch import Sample
@@ -52,6 +52,7 @@ def test_padding_sees_itself_alone():
     assert trie.subtree_end.tolist() == [2, 2, 3, 4]
 
 
+@settings(deadline=None)
 @given(batches())
 def test_the_ancestors_of_a_node_spell_its_prefix(samples: list[Sample]):
     trie = TokenTrie.build(samples)
@@ -66,6 +67,7 @@ def test_the_ancestors_of_a_node_spell_its_prefix(samples: list[Sample]):
     assert trie.num_nodes == len(wanted)
 
 
+@settings(deadline=None)
 @given(batches())
 def test_every_sampled_token_is_read_where_its_own_prefix_ends(samples: list[Sample]):
     trie = TokenTrie.build(samples)
@@ -82,6 +84,7 @@ def test_every_sampled_token_is_read_where_its_own_prefix_ends(samples: list[Sam
             assert target == each.token_ids[position]
 
 
+@settings(deadline=None)
 @given(batches())
 def test_neighbours_in_prefix_order_share_at_least_what_any_earlier_one_does(samples: list[Sample]):
     order, shared = prefix_order(samples)
