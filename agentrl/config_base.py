@@ -55,4 +55,6 @@ class Section(BaseModel):
         present = self._changed(keys)
         if present:
             flags = ", ".join(f"{section}.{key}" for key in present)
-            raise ValueError(f"{flags} would be ignored, since {why}: remove it")
+            raise ValueError(
+                f"{flags} would be ignored, since {why}: remove it, or set it to its default"
+            )
