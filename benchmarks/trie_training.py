@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["group", "tool_use"], help="one of the two")
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    shapes = {"group": (group, 16), "tool_use": (tool_use, 4)}
+    shapes = {"group": (group, 16), "tool_use": (tool_use, 8)}
     results = {
         name: measure(batch, layers, arguments.repeat)
         for name, (batch, layers) in shapes.items()
