@@ -150,10 +150,14 @@ def test_a_run_directory_that_exists_is_refused(uninterrupted: Path) -> None:
 
 def test_two_ranks_train_as_one(uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    status, _, err = run(launcher + command(run_dir, "--train.max_steps", "2"))
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    status, _, err = run(launcher + command(run_dir, "--train.max_steps", "4"))
     assert status == 0, err
-    for one, two in zip(metrics_of(uninterrupted), metrics_of(run_dir), strict=False):
+    pairs = list(zip(metrics_of(uninterrupted), metrics_of(run_dir), strict=False))
+    trained = [(one, two) for one, two in pairs if not one["policy/skipped_updates"]]
+    assert trained
+    for one, two in trained:
         assert two["reward/mean"] == one["reward/mean"]
-        assert two["policy/loss"] == pytest.approx(one["policy/loss"], rel=1e-3, abs=1e-5)
-        assert two["policy/grad_norm"] == pytest.approx(one["policy/grad_norm"], rel=1e-3)
+        for name in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5)
