@@ -11,8 +11,6 @@ from collections.abc import Sequence as SequenceABC
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from agentrl.errors import AgentError, UsageError
 from agentrl.types import Message
 
@@ -66,6 +64,9 @@ class ChatTemplate:
         Raises:
             AgentError: the template refuses them.
         """
+        # Not at the top: agent files import this module, and jinja2 is slow to import.
+        from jinja2 import TemplateError
+
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),

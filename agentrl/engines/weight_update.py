@@ -107,7 +107,8 @@ async def _pause_all(engines: Sequence[UpdatableEngine], mode: PauseMode) -> Non
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
         paused = [e for e, r in zip(engines, results, strict=True) if r is None]
-        await asyncio.gather(*(engine.resume() for engine in paused))
+        # One that an earlier update left half done cannot go on; the pause's own failure counts.
+        await asyncio.gather(*(engine.resume() for engine in paused), return_exceptions=True)
         raise failures[0]
 
 

@@ -137,6 +137,7 @@ async def test_a_server_that_dies_in_a_transfer_is_an_error_and_the_rest_take_a_
 
         with pytest.raises(EngineError):
             await pool.update_weights(WeightSource(dies_in_the_middle, 1))
+        await asyncio.wait_for(pool.engines[1].server.died.wait(), 30)  # type: ignore[union-attr]
         await pool.update_weights(source_of(models[1], 2))
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
