@@ -33,7 +33,8 @@ def command(run_dir: Path, *flags: str) -> list[str]:
     return [
         *("-m", "agentrl", "train", "--agent", str(AGENT), "--log.run_dir", str(run_dir)),
         *("--config", str(ROOT / "examples" / "quickstart.toml"), "--train.save_steps", "0"),
-        *("--train.max_steps", str(STEPS), "--train.mini_batches", "8"),
+        *("--train.max_steps", str(STEPS)),
+        *("--train.ppo_epochs", "1", "--train.mini_batches", "8"),
         *("--train.lr", "2e-3", "--train.lr_scheduler", "cosine", *flags),
     ]
 
