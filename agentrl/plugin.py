@@ -8,7 +8,6 @@ is wrong with the file becomes one `UsageError` that names the line to look at.
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import sys
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from agentrl import event_loop
 from agentrl.config import DataConfig, RolloutConfig
 from agentrl.errors import AgentRLError, UsageError
 from agentrl.executors.base import AgentExecutor, AgentInstance
@@ -106,7 +106,7 @@ class Agent:
                 # A thread of its own, because the caller may be on an event loop already.
                 ThreadPoolExecutor(1) as thread,
             ):
-                thread.submit(asyncio.run, _build_and_close(executor, rollout)).result()
+                thread.submit(event_loop.run, _build_and_close(executor, rollout)).result()
         return executor
 
     def _instance_class(self, data: DataConfig) -> type[AgentInstance]:

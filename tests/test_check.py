@@ -10,11 +10,11 @@ from textwrap import dedent, indent
 import pytest
 from rich.console import Console
 
+from agentrl import event_loop
 from agentrl.check import Report, check_agent
 from agentrl.check.watched_loop import WatchedLoop
 from agentrl.config import Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from agentrl.errors import UsageError
-from agentrl.train import event_loop
 
 HEAD = """
 import asyncio, time

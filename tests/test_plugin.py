@@ -1,6 +1,7 @@
 """An agent file holds exactly one agent; whatever is wrong with it is one clear sentence."""
 
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 
@@ -194,6 +195,30 @@ async def test_the_environment_built_as_a_probe_is_closed_also_from_a_running_lo
     agent = load_agent(write(text))
     agent.make_executor(RolloutConfig(), DataConfig())
     assert agent.agent_class.lives == ["built", "closed"]
+
+
+def test_a_probe_whose_close_swallows_its_cancellation_does_not_keep_the_start(write):
+    text = (
+        "import asyncio\n"
+        + INSTANCE
+        + """
+    async def close(self):
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+"""
+    )
+    agent = load_agent(write(text))
+    start = threading.Thread(
+        target=agent.make_executor,
+        args=(RolloutConfig(close_timeout=0.1), DataConfig()),
+        daemon=True,
+    )
+    start.start()
+    start.join(60)
+    assert not start.is_alive()
 
 
 def test_an_openrlhf_file_runs_with_its_import_line_changed(write):

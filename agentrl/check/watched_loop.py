@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.train import event_loop
+from agentrl import event_loop
 
 __all__ = ["Stall", "WatchedLoop"]
 

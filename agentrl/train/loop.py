@@ -14,6 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from agentrl import event_loop
 from agentrl.config import Config
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
@@ -22,7 +23,6 @@ from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
 from agentrl.executors.groups import RolloutResult
 from agentrl.plugin import Agent, load_agent
-from agentrl.train import event_loop
 from agentrl.train.checkpoint import (
     checkpoint_path,
     latest_checkpoint,

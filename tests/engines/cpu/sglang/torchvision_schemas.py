@@ -15,12 +15,13 @@ class _BeforeTorchvision:
 
 
 def _declare():
-    import torch
+    from torch.library import Library
 
-    library = torch.library.Library("torchvision", "DEF")
+    declared = Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    sys.modules[__name__].library = library  # the operators last as long as their library
+        declared.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    # The operators last as long as the object that declared them.
+    sys.modules[__name__].declared = declared
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())

@@ -12,11 +12,11 @@ from textwrap import dedent
 
 import pytest
 
-from agentrl.train import event_loop
+from agentrl import event_loop
 
 STUBBORN = """
 import asyncio, logging, sys, threading, time
-from agentrl.train import event_loop
+from agentrl import event_loop
 
 async def stubborn():
     while True:
