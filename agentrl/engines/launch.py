@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
+from agentrl.engines import on_cpu
 
 __all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
 
@@ -51,7 +52,13 @@ def server_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def vllm_launch(
-    config: EngineConfig, model: str, *, dtype: str, max_model_len: int, plugin: Path
+    config: EngineConfig,
+    model: str,
+    *,
+    dtype: str,
+    max_model_len: int,
+    plugin: Path,
+    gpu: bool = True,
 ) -> Launch:
     """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine."""
     options: dict[str, Any] = {
@@ -63,7 +70,10 @@ def vllm_launch(
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": "agentrl"},
+        "disable_uvicorn_access_log": True,  # a line for each of many thousand requests
     }
+    if not gpu:
+        options |= on_cpu.VLLM_OPTIONS
     if config.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
@@ -79,7 +89,9 @@ def vllm_launch(
     return Launch((*command, *server_options(options | config.extra)), env)
 
 
-def sglang_launch(config: EngineConfig, model: str, *, dtype: str, max_model_len: int) -> Launch:
+def sglang_launch(
+    config: EngineConfig, model: str, *, dtype: str, max_model_len: int, gpu: bool = True
+) -> Launch:
     """Start SGLang with its metrics and the count of cached tokens."""
     options: dict[str, Any] = {
         "model_path": model,
@@ -89,7 +101,12 @@ def sglang_launch(config: EngineConfig, model: str, *, dtype: str, max_model_len
         "max_running_requests": config.max_num_seqs,
         "enable_metrics": True,
         "enable_cache_report": True,
+        "log_level_http": "warning",  # else a line for each of many thousand requests
     }
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if not gpu:
+        options |= on_cpu.sglang_options(config.max_num_seqs, max_model_len)
+        env |= on_cpu.SGLANG_ENV
     if config.tensor_parallel_size > 1:
         options["tp_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
@@ -100,7 +117,7 @@ def sglang_launch(config: EngineConfig, model: str, *, dtype: str, max_model_len
             options["enable_weights_cpu_backup"] = True
     if config.api_key is not None:
         options["api_key"] = config.api_key
-    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | config.env
+    env |= config.env
     command = [_python(config), "-m", "sglang.launch_server"]
     return Launch((*command, *server_options(options | config.extra)), env)
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 from agentrl.config import Config
 from agentrl.engines.launch import Launch, sglang_launch, vllm_launch
+from agentrl.engines.on_cpu import has_gpu
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.remote import EngineLimits, RemoteEngine
 from agentrl.engines.server import EngineServer
@@ -87,12 +88,13 @@ def _engine(
 
 def _launch(config: Config, max_model_len: int, model_folder: Path, folder: Path) -> Launch:
     section, dtype, model = config.engine, config.model.dtype, str(model_folder)
+    gpu = has_gpu()
     if section.kind == "vllm":
-        plugin = install_plugin(folder / "vllm-plugin")
+        plugin = install_plugin(folder / "vllm-plugin").resolve()
         return vllm_launch(
-            section, model, dtype=dtype, max_model_len=max_model_len, plugin=plugin.resolve()
+            section, model, dtype=dtype, max_model_len=max_model_len, plugin=plugin, gpu=gpu
         )
-    return sglang_launch(section, model, dtype=dtype, max_model_len=max_model_len)
+    return sglang_launch(section, model, dtype=dtype, max_model_len=max_model_len, gpu=gpu)
 
 
 def _devices(config: Config, index: int) -> dict[str, str]:
@@ -114,7 +116,7 @@ def _limits(config: Config, model_folder: Path) -> EngineLimits:
         raise UsageError(f"{model_folder} holds no model that can be served: {error}") from error
     section = config.engine
     return EngineLimits(
-        max_model_len=section.max_model_len or model.max_position_embeddings,
+        max_model_len=section.max_model_len or config.rollout.max_tokens,
         max_num_seqs=section.max_num_seqs,
         request_timeout=section.request_timeout,
         vocab_size=model.vocab_size,

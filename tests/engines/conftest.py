@@ -28,27 +28,8 @@ from agentrl.engines.factory import make_engine
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "scripts" / "engine_env.py"
 
-CPU_SERVERS: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "extra": {"enforce_eager": True, "block_size": 32},
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    },
-    "sglang": {
-        "extra": {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_overlap_schedule": True,
-            "mem_fraction_static": 0.1,
-            "max_total_tokens": 20000,
-        },
-        "env": {"SGLANG_USE_CPU_ENGINE": "1"},
-    },
-}
-"""What the servers need on a CPU."""
-
-REAL = [pytest.param(kind, marks=pytest.mark.engine) for kind in ("vllm", "sglang")]
+REAL_KINDS = ("vllm", "sglang")
+REAL = [pytest.param(kind, marks=pytest.mark.engine) for kind in REAL_KINDS]
 SERVERS = ["fake-vllm", "fake-sglang", *REAL]
 ALL = ["transformers", *SERVERS]
 ORDER = ["transformers", "fake-vllm", "fake-sglang", "vllm", "sglang"]
@@ -64,7 +45,7 @@ def server_config(kind: str, **engine: Any) -> Config:
         python = subprocess.run(
             [sys.executable, str(SCRIPT), kind], check=True, stdout=subprocess.PIPE, text=True
         ).stdout.strip()
-        section = {"python": python, **copy.deepcopy(CPU_SERVERS[kind])}
+        section = {"python": python, "extra": {}, "env": {}}
     section["env"] |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     section |= {"kind": name, "max_model_len": MAX_MODEL_LEN, "transport": "gloo", "bucket_mb": 1}
     section["extra"] |= engine.pop("extra", {})
@@ -124,7 +105,7 @@ async def started(
 
     async def get(kind: str) -> EngineUnderTest:
         if kind not in engines:
-            for other in [name for name in engines if name in CPU_SERVERS]:
+            for other in [name for name in engines if name in REAL_KINDS]:
                 await engines.pop(other).engine.close()
             if kind == "transformers":
                 config = Config(

@@ -65,6 +65,23 @@ def test_sglang_gets_room_for_the_tokens_it_keeps_for_itself() -> None:
     assert int(line[line.index("--context-length") + 1]) > 512
 
 
+def test_where_no_gpu_is_the_servers_are_told_so_and_the_user_has_the_last_word(
+    tmp_path: Path,
+) -> None:
+    sizes = {"dtype": "float32", "max_model_len": 64, "gpu": False}
+    settings = {"max_num_seqs": 4, "extra": {"block_size": 64, "mem_fraction_static": 0.5}}
+    launch = vllm_launch(EngineConfig(kind="vllm", **settings), "m", plugin=tmp_path, **sizes)
+    line = launch.with_port(1)
+    assert "--enforce-eager" in line
+    assert line[line.index("--block-size") + 1] == "64"
+    launch = sglang_launch(EngineConfig(kind="sglang", **settings), "m", **sizes)
+    line = launch.with_port(1)
+    assert line[line.index("--device") + 1] == "cpu"
+    assert line[line.index("--mem-fraction-static") + 1] == "0.5"
+    assert line[line.index("--max-total-tokens") + 1] == "512"  # 2 x 4 requests x 64 tokens
+    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
 def test_the_plugin_is_found_as_an_installed_distribution(tmp_path: Path) -> None:
     import importlib.metadata
 
