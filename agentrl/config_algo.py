@@ -117,7 +117,8 @@ class LossConfig(Section):
     """seq-mean-token-sum-norm: the constant length; without it, the most tokens that an episode can
     sample."""
     old_logprobs: Literal["learner", "sampler"] = "learner"
-    """Who computes the denominator of the importance ratio."""
+    """Whose log-probabilities are the denominator of the importance ratio; `sampler` has the
+    engine asked for all of them (`rollout.logprobs`)."""
     mask_truncated: bool = False
     """Episodes that were cut give no gradient and no part of the denominator."""
 
@@ -193,6 +194,11 @@ class AlgoConfig(Section):
     value: ValueConfig = ValueConfig()
     entropy_coef: float = 0.0
     """Positive rewards entropy."""
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether the loss reads the log-probabilities that the engine reported."""
+        return self.correction.kind != "none" or self.loss.old_logprobs == "sampler"
 
     @model_validator(mode="after")
     def _check_combinations(self) -> AlgoConfig:

@@ -94,3 +94,41 @@ def test_every_setting_is_of_some_estimator_or_loss() -> None:
     assert everywhere == set(AdvantageConfig.model_fields)
     everywhere = {"kind", "aggregation", "loss_scale_factor", "mask_truncated"}
     assert everywhere.union(*_LOSS_SETTINGS.values()) == set(LossConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("sections", "share"),
+    [
+        ({}, 1.0),
+        ({"engine": {"kind": "sglang"}}, 1.0),
+        ({"engine": {"kind": "vllm"}}, 0.05),
+        ({"engine": {"kind": "vllm"}, "rollout": {"logprobs_share": 0.5}}, 0.5),
+        ({"engine": {"kind": "vllm"}, "rollout": {"logprobs": "sampler"}}, 1.0),
+        ({"engine": {"kind": "vllm"}, "algo": {"correction": {"kind": "tis"}}}, 1.0),
+        ({"engine": {"kind": "vllm"}, "algo": {"loss": {"old_logprobs": "sampler"}}}, 1.0),
+        ({"rollout": {"logprobs": "learner"}}, 0.05),
+        ({"engine": {"kind": "sglang"}, "rollout": {"top_p": 0.9}}, 0.0),
+        ({"engine": {"kind": "vllm"}, "rollout": {"top_k": 5, "logprobs": "learner"}}, 0.0),
+    ],
+)
+def test_the_engine_is_asked_for_logprobs_where_they_are_needed_or_free(
+    sections: dict[str, Any], share: float
+) -> None:
+    assert Config(agent=Path("a.py"), **sections).sampler_logprobs_share == share
+
+
+@pytest.mark.parametrize(
+    ("rollout", "algo", "words"),
+    [
+        ({"logprobs": "learner"}, {"correction": {"kind": "tis"}}, "set rollout.logprobs auto"),
+        ({"logprobs": "learner"}, {"loss": {"old_logprobs": "sampler"}}, "rollout.logprobs auto"),
+        ({"logprobs": "sampler", "top_p": 0.9}, {}, "cannot be compared with the learner's"),
+        ({"logprobs": "sampler", "logprobs_share": 0.5}, {}, "rollout.logprobs_share would be"),
+        ({"logprobs_share": 0.5}, {}, "since the engine is asked on every episode"),
+        ({"logprobs": "learner", "top_k": 5, "logprobs_share": 0.5}, {}, "no engine is asked"),
+    ],
+)
+def test_logprobs_that_the_loss_lacks_or_nobody_could_use_are_refused(
+    rollout: dict[str, Any], algo: dict[str, Any], words: str
+) -> None:
+    assert words in complaint(rollout=rollout, algo=algo)

@@ -34,6 +34,7 @@ from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
 from agentrl.executors.llm import LLM
+from agentrl.executors.share import is_chosen
 from agentrl.types import SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class RolloutScheduler:
         sampling: parameters of every call; overrides of one episode never reach another.
         rollout: limits, retries and group size.
         seed: of the run. Episodes with the same rollout_id and attempt sample alike.
+        logprobs_share: of the episodes, on which the engine is asked for log-probabilities; the
+            rollout_id says whether an episode is one of them.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class RolloutScheduler:
         rollout: RolloutConfig,
         *,
         seed: int = 0,
+        logprobs_share: float = 1.0,
     ) -> None:
         self._executor = executor
         self._engine = engine
@@ -87,6 +91,7 @@ class RolloutScheduler:
         self._sampling = sampling
         self._rollout = rollout
         self._seed = seed
+        self._logprobs_share = logprobs_share
         self._ever_completed = False
 
     async def run(
@@ -163,7 +168,7 @@ class RolloutScheduler:
         llm = LLM(
             self._engine,
             self._chat,
-            self._sampling,
+            self._sampling_of(member),
             max_turns=self._rollout.max_turns,
             max_tokens=self._rollout.max_tokens,
             rollout_id=member.rollout_id,
@@ -185,6 +190,10 @@ class RolloutScheduler:
             rollout_id=member.rollout_id,
             timings=replace(trajectory.timings, queue=queued),
         )
+
+    def _sampling_of(self, member: _Member) -> SamplingParams:
+        asked = self._sampling.logprobs and is_chosen(member.rollout_id, self._logprobs_share)
+        return replace(self._sampling, logprobs=asked)
 
     async def _episode(self, request: GroupRequest, llm: LLM) -> Trajectory:
         """The edge of an episode: whatever happens inside becomes a typed outcome."""

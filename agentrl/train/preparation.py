@@ -37,7 +37,7 @@ def score_samples(
 
     Raises:
         UsageError: `algo.loss.old_logprobs` is `sampler`, or `algo.correction` is asked for, but
-            the engine reported none.
+            some samples have no log-probabilities of the engine.
     """
     algo, train = config.algo, config.train
     _check_sampler_logprobs(samples, algo)
@@ -123,8 +123,9 @@ def _check_sampler_logprobs(samples: Sequence[Sample], algo: AlgoConfig) -> None
     ):
         if value not in ("learner", "none"):
             raise UsageError(
-                f"{flag} is {value} but the engine reported no log-probabilities: "
-                f"set {flag} {remedy}."
+                f"{flag} is {value} but some turns have no log-probabilities of the engine, since "
+                "the agent sampled them with logprobs false: leave that to rollout.logprobs, or "
+                f"set {flag} {remedy}"
             )
 
 

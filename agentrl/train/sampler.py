@@ -53,6 +53,7 @@ class Sampler:
             sampling_params(config),
             config.rollout,
             seed=config.train.seed,
+            logprobs_share=config.sampler_logprobs_share,
         )
 
     async def run(

@@ -108,12 +108,16 @@ def _advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(samples: Sequence[Sample], scores: Sequence[SampleScores]) -> dict[str, float]:
-    """Sampler against learner; nothing where the sampler reported no log-probabilities."""
-    if any(sample.sampler_logprobs is None for sample in samples):
+    """Sampler against learner, on the tokens whose log-probabilities the sampler reported."""
+    pairs = [
+        (sample.sampler_logprobs, score.logprobs)
+        for sample, score in zip(samples, scores, strict=True)
+        if sample.sampler_logprobs is not None
+    ]
+    if not pairs:
         return {}
-    learner_N = np.concatenate([score.logprobs for score in scores])
-    everywhere_N = np.ones(len(learner_N), dtype=np.bool_)
-    return mismatch_metrics(_concatenate(samples, "sampler_logprobs"), learner_N, everywhere_N)
+    sampler_N, learner_N = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return mismatch_metrics(sampler_N, learner_N, np.ones(len(learner_N), dtype=np.bool_))
 
 
 def _concatenate(samples: Sequence[Sample], field: str) -> np.ndarray:

@@ -465,3 +465,21 @@ def test_member_ids_sort_in_order_also_beyond_a_thousand():
     ids = GroupRequest("g", "e", {}, 1001).rollout_ids()
     assert ids == sorted(ids)
     assert len(set(ids)) == 1001
+
+
+async def test_logprobs_are_asked_for_on_a_share_of_the_episodes_that_the_rollout_id_chooses():
+    engine = ScriptedEngine([[5, 1]])
+
+    async def sample(share: float) -> dict[str, bool]:
+        scheduler = RolloutScheduler(
+            Loop(), engine, CHAT, SAMPLING, RolloutConfig(), logprobs_share=share
+        )
+        result = await scheduler.run(requests(50, 8))
+        return {t.rollout_id: t.sequences[0].logprobs is not None for t in result.outcomes}
+
+    few, same, more = await sample(0.2), await sample(0.2), await sample(0.4)
+    assert few == same
+    assert 60 <= sum(few.values()) <= 100  # of 400: 80, within two and a half standard deviations
+    assert all(more[rollout_id] for rollout_id, asked in few.items() if asked)
+    assert set((await sample(1.0)).values()) == {True}
+    assert set((await sample(0.0)).values()) == {False}

@@ -217,8 +217,15 @@ def test_missing_sampler_logprobs_are_an_error_where_they_are_needed_and_none_el
 
 def test_episodes_with_and_without_sampler_logprobs_can_be_trained_together():
     episodes = [trajectory(r, seed=r, logprobs=bool(r)) for r in (0, 1)]
+    learner = Learner(small_llama(), make_config())
+    (asked_R,) = learner.logprobs(build_samples(episodes, [1]))
+    learner.close()
     _, metrics = weights_after(episodes)
     assert metrics["policy/tokens_trained"] == 8
+    # the sampler said -3.0 of each token of the second episode, and nothing of the first
+    distance = np.abs(asked_R + 3.0)
+    assert metrics["mismatch/log_ratio_mean"] == pytest.approx(distance.mean(), rel=1e-4)
+    assert metrics["mismatch/log_ratio_max"] == pytest.approx(distance.max(), rel=1e-4)
 
 
 def test_a_correction_needs_the_samplers_logprobs():
