@@ -36,7 +36,8 @@ Floats = NDArray[np.float32]
 def build_learner(config: Config) -> Learner:
     """Connect the ranks, load what `config.model` names and build the learner on every rank.
 
-    With `algo.kl.coef` > 0 the model as loaded is also the reference policy.
+    With `algo.kl.coef` > 0 the model as loaded is also the reference policy; under LoRA that is
+    the policy without its factors, and no second model.
 
     Raises:
         UsageError: as `load_policy` and `load_tokenizer`.
@@ -45,7 +46,7 @@ def build_learner(config: Config) -> Learner:
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(config.model, config.train.seed)
     reference = None
-    if config.algo.kl.coef > 0:
+    if config.algo.kl.coef > 0 and not config.model.lora.rank:
         reference = load_policy(config.model, config.train.seed)
     return Learner(policy, config, group=group, tokenizer=tokenizer, reference=reference)
 
@@ -129,7 +130,7 @@ class Learner:
         return outcome
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's whole weights by Hugging Face name, tied ones once.
+        """Yield the policy's whole weights by Hugging Face name, tied ones once; LoRA merged.
 
         Exhaust it before the next call. With one rank the tensors are the learner's own and valid
         until the next `step`; with more, each is valid until the next is drawn.
@@ -140,7 +141,7 @@ class Learner:
         self._collect(None)
 
     def weight_source(self, version: int) -> WeightSource:
-        """The current weights for an engine; live (no copy) with one rank."""
+        """The current weights for an engine; live (no copy) with one rank, LoRA merged."""
         return WeightSource(self.named_weights, version, live=self.group.world_size == 1)
 
     def save(self, folder: Path) -> None:
@@ -166,6 +167,14 @@ class Learner:
             SaveError: it could not be written.
         """
         self._call("save_pretrained", [(folder,)] * self.group.world_size)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the factors of LoRA alone into `folder`, as peft and vLLM load them.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        self._call("save_adapter", [(folder,)] * self.group.world_size)
 
     def close(self) -> None:
         """Let the other ranks go and free what the learner holds. Safe to call twice."""

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import TrainingError
+from agentrl.models.lora import Adapter
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
@@ -62,6 +63,11 @@ class LearnerWorker:
         reference: PreTrainedModel | None = None,
     ) -> None:
         self.group, self.policy, self.tokenizer = group, policy, tokenizer
+        self.adapter: Adapter | None = None
+        if config.model.lora.rank:
+            self.adapter = Adapter(
+                policy, config.model.lora, seed=config.train.seed, base=config.model.path
+            )
         temperature = config.rollout.temperature
         self.scorer = TokenScorer(
             policy,
@@ -94,7 +100,10 @@ class LearnerWorker:
 
     @torch.no_grad()
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
-        """Score with the reference policy."""
+        """Score with the reference policy: under LoRA, the policy without its factors."""
+        if self.adapter is not None:
+            with self.adapter.disabled():
+                return self.score(micro_batches)
         assert self.reference_engine is not None, "the learner was built without a reference"
         return [self._score(self.reference_engine, micro_batch) for micro_batch in micro_batches]
 
@@ -134,12 +143,18 @@ class LearnerWorker:
         return StepOutcome(grad_norm, lr)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's whole weights by Hugging Face name, tied ones once.
+        """Yield the policy's whole weights by Hugging Face name, tied ones once; LoRA merged.
 
-        On one rank they are the learner's own tensors, valid until the next `step`; otherwise each
-        is valid until the next is drawn, and every rank must draw them all.
+        On one rank they are the learner's own tensors, valid until the next `step`, or new ones
+        where factors were merged; otherwise each is valid until the next is drawn, and every rank
+        must draw them all.
         """
         named = policy_names(self.scorer)
+        if self.adapter is None:
+            return self._drawn(named)
+        return self.adapter.merged(self._drawn(self.adapter.merge_order(named)))
+
+    def _drawn(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         if self.group.world_size == 1:
             return ((name, parameter.data) for name, parameter in named)
         return gather_in_buckets(named)
@@ -177,6 +192,18 @@ class LearnerWorker:
             raise OSError(str(error)) from error
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Rank 0 writes the factors of LoRA as a folder that peft loads.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        assert self.adapter is not None, "the learner was built without model.lora"
+        drawn = self._drawn(self.adapter.factors(policy_names(self.scorer)))
+        factors = {name: factor.to("cpu", copy=True) for name, factor in drawn}
+        if self.group.rank == 0:
+            self.adapter.save(folder, factors)
 
     def close(self) -> None:
         """Free what DeepSpeed holds."""
