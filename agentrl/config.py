@@ -76,7 +76,7 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = 64
     """How many requests one engine samples at once; others wait."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of one request; without it, what the model allows or `rollout.max_tokens`."""
+    """Most tokens of one request, prompt and response; without it, `rollout.max_tokens`."""
     deterministic: bool = True
     """Kind `transformers`: batches do not depend on timing, so that a run repeats bit for bit."""
     script: Path | None = None
@@ -184,6 +184,14 @@ class RolloutConfig(Section):
     """1 keeps every token."""
     top_k: NonNegativeInt = 0
     """0 keeps every token."""
+    logprobs: Literal["auto", "sampler", "learner"] = "auto"
+    """Who gives the log-probabilities of sampled tokens. `sampler`: the engine, for every one.
+    `learner`: the learner; the engine is asked on `logprobs_share` of the episodes only, for the
+    mismatch metrics. `auto`: the engine where `algo.correction` or `algo.loss.old_logprobs` needs
+    them or where they cost nothing (every kind but vllm), else the learner. Where `top_p` or
+    `top_k` cut the distribution, no engine is asked."""
+    logprobs_share: Fraction = 0.05
+    """Share of the episodes, chosen by their rollout_id, on which a learner's run asks too."""
     history: Literal["keep", "template"] = "keep"
     """When the chat template rewrites history: keep the sampled tokens, or follow the template
     and fork the trajectory."""
@@ -208,6 +216,11 @@ class RolloutConfig(Section):
     max_refills: PositiveInt = 8
     """dynamic_sampling: how often more groups are sampled in one step, at most."""
     overlong_buffer: OverlongConfig = OverlongConfig()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole distribution."""
+        return self.top_p < 1 or self.top_k > 0
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RolloutConfig:
@@ -323,13 +336,50 @@ class Config(Section):
                 f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
                 f"rollout.max_tokens ({rollout.max_tokens}): one episode must fit a micro-batch"
             )
-        if rollout.top_p < 1 or rollout.top_k > 0:
+        if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)
+        self._check_logprobs()
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
         if self.engine.script is not None and self.engine.kind != "scripted":
             raise ValueError("engine.script is set but engine.kind is not scripted: remove it")
         return self
+
+    @property
+    def sampler_logprobs_share(self) -> float:
+        """Share of the episodes on which the engine is asked for log-probabilities."""
+        return self._logprobs_from()[0]
+
+    def _logprobs_from(self) -> tuple[float, str]:
+        """The share of the episodes that the engine is asked on, and why it is not another."""
+        rollout, wanted = self.rollout, self.rollout.logprobs
+        if rollout.truncates:
+            return 0.0, "no engine is asked where rollout.top_p or top_k cut the distribution"
+        if wanted == "auto":
+            free = self.engine.kind != "vllm"
+            wanted = "sampler" if free or self.algo.needs_sampler_logprobs else "learner"
+        if wanted == "sampler":
+            return 1.0, "the engine is asked on every episode (rollout.logprobs)"
+        return rollout.logprobs_share, ""
+
+    def _check_logprobs(self) -> None:
+        rollout, algo = self.rollout, self.algo
+        if rollout.logprobs == "learner" and algo.needs_sampler_logprobs:
+            raise ValueError(
+                "rollout.logprobs learner leaves most episodes without the engine's "
+                "log-probabilities, which algo.correction.kind "
+                f"{algo.correction.kind} or algo.loss.old_logprobs {algo.loss.old_logprobs} needs: "
+                "set rollout.logprobs auto"
+            )
+        if rollout.logprobs == "sampler" and rollout.truncates:
+            raise ValueError(
+                "rollout.logprobs sampler with rollout.top_p < 1 or rollout.top_k > 0 asks for "
+                "log-probabilities that cannot be compared with the learner's: set "
+                "rollout.logprobs auto, or keep every token"
+            )
+        _, why = self._logprobs_from()
+        if why:
+            rollout._refuse_ignored("rollout", {"logprobs_share"}, why)
 
 
 def _refuse_ratios_to_the_sampler(algo: AlgoConfig) -> None:
