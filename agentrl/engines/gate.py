@@ -1,8 +1,9 @@
 """The gate before an engine: who may send, who is in flight, and why nobody may.
 
-Closed while the engine is paused or asleep, so that no request meets a weight update. Condemned
-when what the engine holds must not be sampled from: then every request is refused with the reason,
-and those in flight are ended with it.
+Closed while the engine is paused or asleep, so that no request meets a weight update. Held while
+its weights are being replaced: nobody can open it before they are whole. Condemned when what the
+engine holds must not be sampled from: then every request is refused with the reason, and those in
+flight are ended with it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class RequestGate:
         self._calls: dict[str, asyncio.Future[object]] = {}
         self.condemned: str | None = None
         """Why nothing may be sampled, if so."""
+        self.held: str | None = None
+        """Why requests must wait, if they must."""
+
+    @property
+    def shut(self) -> str | None:
+        """Why the gate must not be opened, if so."""
+        return self.condemned or self.held
 
     @property
     def in_flight(self) -> tuple[str, ...]:
@@ -42,6 +50,11 @@ class RequestGate:
         """Hold new requests back."""
         self._open.clear()
 
+    def hold(self, reason: str) -> None:
+        """Hold requests back, whoever wants to let them pass, until `absolve`."""
+        self.held = reason
+        self._open.clear()
+
     def condemn(self, reason: str) -> None:
         """Refuse requests, held and new, and end those in flight, until `absolve`."""
         self.condemned = reason
@@ -51,6 +64,7 @@ class RequestGate:
 
     def absolve(self) -> None:
         """Requests are welcome again, as soon as the gate is open."""
+        self.held = None
         if self.condemned is not None:
             self.condemned = None
             self._open.clear()

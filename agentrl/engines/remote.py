@@ -10,6 +10,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -19,30 +20,20 @@ from agentrl.engines.base import Engine, PauseMode, WeightSource
 from agentrl.engines.engine_stats import EngineStats, MetricNames
 from agentrl.engines.gate import RequestGate
 from agentrl.engines.http import EngineClient, RequestRefusedError
+from agentrl.engines.request_check import EngineLimits, check_request
 from agentrl.engines.server import EngineServer
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
-from agentrl.errors import ContextOverflowError, EngineError
+from agentrl.errors import EngineError
 from agentrl.types import FinishReason, Generation, SamplingParams
 
-__all__ = ["EngineLimits", "RemoteEngine", "Sampled"]
+__all__ = ["RemoteEngine", "Sampled"]
 
 logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 10.0
 DEATH_SECONDS = 1.5
 """How long after a broken connection the end of the server process is waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What an engine is asked within."""
-
-    max_model_len: int
-    max_num_seqs: int = 64
-    request_timeout: float = 1800.0
-    vocab_size: int | None = None
-    """With it, ids outside the vocabulary are refused here; some servers die of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         num_weight_ranks: Processes of the server that hold weights.
     """
 
-    metric_names: MetricNames
+    kind: ClassVar[str]
+    metric_names: ClassVar[MetricNames]
 
     def __init__(
         self,
@@ -181,7 +173,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         replica: int | None = None,
     ) -> Generation:
         """Sample a continuation; see `Engine.generate`. `replica` picks a data-parallel replica."""
-        self._check(token_ids, params)
+        check_request(self.kind, token_ids, params, self._limits)
+        self._refuse_unsupported(params)
         await self._gate.enter()
         request_id = uuid.uuid4().hex
         started = time.monotonic()
@@ -213,8 +206,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         Raises:
             EngineError: what the engine holds must not be sampled from.
         """
-        if self._gate.condemned is not None:
-            raise EngineError(f"{self.label} cannot go on: {self._gate.condemned}")
+        if self._gate.shut is not None:
+            raise EngineError(f"{self.label} cannot go on: {self._gate.shut}")
         if not self._asleep:
             await self._resume()
             self._gate.open()
@@ -228,6 +221,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self._label(version)
         self._version = version
         self._gate.absolve()
+
+    def hold(self, reason: str) -> None:
+        """Hold requests back and refuse to resume until `set_version`."""
+        self._gate.hold(reason)
 
     async def condemn(self, reason: str) -> None:
         """Refuse requests, and fail those in flight, until an update succeeds."""
@@ -267,7 +264,6 @@ class RemoteEngine(Engine, UpdatableEngine):
             text = (await self._client.get("/metrics")).text
             self._stats.record_server(prometheus.parse(text))
 
-    @abstractmethod
     def _refuse_unsupported(self, params: SamplingParams) -> None:
         """Raise EngineError for what this kind of server would sample differently."""
 
@@ -314,23 +310,6 @@ class RemoteEngine(Engine, UpdatableEngine):
             limit=self._limits.request_timeout,
             api_key=self._api_key,
         )
-
-    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        total = len(token_ids) + params.max_new_tokens
-        if total > self.max_model_len:
-            raise ContextOverflowError(
-                f"{len(token_ids)} prompt tokens and {params.max_new_tokens} new ones do not fit "
-                f"engine.max_model_len {self.max_model_len}"
-            )
-        if len(token_ids) == 0:
-            raise EngineError("the prompt has no tokens: give at least one")
-        vocab_size = self._limits.vocab_size
-        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
-            raise EngineError(
-                f"the prompt holds ids outside the vocabulary (0 to {(vocab_size or 0) - 1}): "
-                "is the tokenizer another model's?"
-            )
-        self._refuse_unsupported(params)
 
     def _generation(self, sampled: Sampled, params: SamplingParams) -> Generation:
         ids = sampled.token_ids

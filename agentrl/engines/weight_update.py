@@ -2,9 +2,9 @@
 
     pause -> transfer -> forget every cached prefix -> set the version -> resume
 
-Nothing is sampled between the first and the last step. A failure before the transfer leaves the old
-weights in use; a failure after its beginning leaves the engines refusing requests until an update
-succeeds, because what they hold is neither the old version nor the new one.
+Nothing is sampled between the first and the last step, and nobody else can resume. A failure before
+the transfer leaves the old weights in use; a failure after its beginning leaves the engines
+refusing requests until an update succeeds, because what they hold is neither version whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class UpdateSettings:
     pause_mode: PauseMode = "keep"
     bucket_bytes: int = 512 << 20
     timeout: float = 600.0
-    """Seconds for the transfer."""
+    """Seconds for the transfer, from its beginning until the new version is set; and for a pause
+    that does not wait for requests."""
 
 
 class UpdatableEngine(WeightReceiver):
@@ -51,6 +52,10 @@ class UpdatableEngine(WeightReceiver):
     @abstractmethod
     async def set_version(self, version: int) -> None:
         """Label every token sampled from now on with `version`."""
+
+    @abstractmethod
+    def hold(self, reason: str) -> None:
+        """Hold requests back, and refuse to resume, until `set_version`."""
 
     @abstractmethod
     async def condemn(self, reason: str) -> None:
@@ -86,11 +91,11 @@ async def replace_weights(
 ) -> None:
     """The order itself, around any transfer; see the module."""
     try:
-        await _pause_all(engines, settings.pause_mode)
+        await _pause_all(engines, settings, version)
+        for engine in engines:
+            engine.hold(f"its update to version {version} has not ended")
         try:
-            await _within(settings.timeout, transfer, version)
-            await asyncio.gather(*(engine.flush_cache() for engine in engines))
-            await asyncio.gather(*(engine.set_version(version) for engine in engines))
+            await _within(settings.timeout, _transfer(engines, transfer, version), version)
         except BaseException as error:
             reason = f"its update to version {version} failed ({error})"
             await asyncio.gather(*(engine.condemn(reason) for engine in engines))
@@ -100,9 +105,22 @@ async def replace_weights(
     await asyncio.gather(*(engine.resume() for engine in engines))
 
 
-async def _pause_all(engines: Sequence[UpdatableEngine], mode: PauseMode) -> None:
+async def _transfer(
+    engines: Sequence[UpdatableEngine], transfer: Coroutine[Any, Any, None], version: int
+) -> None:
+    await transfer
+    await asyncio.gather(*(engine.flush_cache() for engine in engines))
+    await asyncio.gather(*(engine.set_version(version) for engine in engines))
+
+
+async def _pause_all(
+    engines: Sequence[UpdatableEngine], settings: UpdateSettings, version: int
+) -> None:
+    mode = settings.pause_mode
+    limit = None if mode == "wait" else settings.timeout
     results = await asyncio.gather(
-        *(engine.pause(mode) for engine in engines), return_exceptions=True
+        *(_within(limit, engine.pause(mode), version) for engine in engines),
+        return_exceptions=True,
     )
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
@@ -112,10 +130,10 @@ async def _pause_all(engines: Sequence[UpdatableEngine], mode: PauseMode) -> Non
         raise failures[0]
 
 
-async def _within(seconds: float, transfer: Coroutine[Any, Any, None], version: int) -> None:
+async def _within(seconds: float | None, part: Coroutine[Any, Any, None], version: int) -> None:
     try:
         async with asyncio.timeout(seconds):
-            await transfer
+            await part
     except TimeoutError as error:
         raise EngineError(
             f"the weights of version {version} did not arrive within {seconds:g} s: raise "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engines.conftest import ALL, SERVERS, EngineUnderTest
@@ -143,22 +145,28 @@ async def test_every_token_says_which_weights_sampled_it(
     assert any(changed) if mode == "keep" else not any(changed)
 
 
-class BreaksAfterOneBucket(WeightTransport):
-    """Hands on one bucket and then fails."""
+class AfterOneBucket(WeightTransport):
+    """Hands on one bucket, then does something else before the next."""
 
-    name = "broken"
+    name = "interrupted"
 
-    def __init__(self, transport: WeightTransport) -> None:
-        self.inner = transport
+    def __init__(self, transport: WeightTransport, interruption: Callable[[], Any]) -> None:
+        self.inner, self.interruption = transport, interruption
 
     async def send(
         self, receivers: Sequence[WeightReceiver], buckets: AsyncIterator[Bucket], version: int
     ) -> None:
-        async def one() -> AsyncIterator[Bucket]:
+        async def interrupted() -> AsyncIterator[Bucket]:
             yield await anext(buckets)
-            raise EngineError("the network is gone")
+            await self.interruption()
+            async for bucket in buckets:
+                yield bucket
 
-        await self.inner.send(receivers, one(), version)
+        await self.inner.send(receivers, interrupted(), version)
+
+
+async def breaks() -> None:
+    raise EngineError("the network is gone")
 
 
 @every_server
@@ -175,7 +183,7 @@ async def test_a_transfer_that_breaks_is_an_error_and_a_retry_mends_it(
         return_exceptions=True,
     )
     await asyncio.sleep(0.1)
-    broken = BreaksAfterOneBucket(transport)
+    broken = AfterOneBucket(transport, breaks)
     with pytest.raises(EngineError, match="network is gone"):
         await update_weights(served.engine.engines, source, broken, settings)
     ended = await in_flight
@@ -185,6 +193,62 @@ async def test_a_transfer_that_breaks_is_an_error_and_a_retry_mends_it(
     await update_weights(served.engine.engines, source, transport, settings)
     await transport.close()
     served.held = 1
+    await assert_speaks_for(served, 1, source.version)
+
+
+@every_server
+async def test_a_server_that_hangs_in_a_transfer_is_given_up_in_time_and_takes_a_retry(
+    served: EngineUnderTest,
+) -> None:
+    # TRL PR#6913
+    assert isinstance(served.engine, EnginePool)
+    (engine,) = served.engine.engines
+    assert engine.server is not None
+    processes = psutil.Process(engine.server.pid).children(recursive=True)
+
+    async def hangs() -> None:
+        for process in processes:
+            process.suspend()
+
+    transport = GroupTransport("gloo")
+    source = source_of(served.models[1], next(served.versions))
+    hanging = AfterOneBucket(transport, hangs)
+    short = UpdateSettings(bucket_bytes=1 << 14, timeout=3.0)
+    with pytest.raises(EngineError, match=r"within 3 s: raise engine\.update_timeout"):
+        await update_weights([engine], source, hanging, short)
+    for process in processes:
+        process.resume()
+    await update_weights([engine], source, transport, UpdateSettings(bucket_bytes=1 << 14))
+    await transport.close()
+    served.held = 1
+    await assert_speaks_for(served, 1, source.version)
+
+
+@every_server
+async def test_nobody_can_resume_before_the_update_has_ended(served: EngineUnderTest) -> None:
+    # open-instruct PR#1480, slime PR#2331
+    assert isinstance(served.engine, EnginePool)
+    half, rest = asyncio.Event(), asyncio.Event()
+
+    async def waits() -> None:
+        half.set()
+        await rest.wait()
+
+    transport = AfterOneBucket(GroupTransport("gloo"), waits)
+    source = source_of(served.models[1], next(served.versions))
+    settings = UpdateSettings(bucket_bytes=1 << 14)
+    update = asyncio.create_task(update_weights(served.engine.engines, source, transport, settings))
+    await half.wait()
+    request = asyncio.create_task(served.engine.generate(PROMPT, GREEDY))
+    with pytest.raises(EngineError, match=f"update to version {source.version} has not ended"):
+        await served.engine.resume()
+    await asyncio.sleep(0.2)
+    assert not request.done()
+    rest.set()
+    await update
+    await transport.inner.close()
+    served.held = 1
+    assert (await request).token_ids.tolist() == greedy(served.models[1], PROMPT, 12)
     await assert_speaks_for(served, 1, source.version)
 
 
@@ -202,7 +266,7 @@ async def test_the_source_is_drawn_to_its_end_even_when_the_transfer_breaks(
             yield name, parameter.detach()
 
     source = WeightSource(named_weights, next(served.versions))
-    broken = BreaksAfterOneBucket(GroupTransport("gloo"))
+    broken = AfterOneBucket(GroupTransport("gloo"), breaks)
     settings = UpdateSettings(bucket_bytes=1 << 14)
     with pytest.raises(EngineError):
         await update_weights(served.engine.engines, source, broken, settings)
