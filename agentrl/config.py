@@ -27,7 +27,7 @@ from agentrl.config_base import (
     PositiveInt,
     Section,
 )
-from agentrl.config_engine import EngineConfig
+from agentrl.config_engine import EngineConfig, refuse_temperature
 from agentrl.config_model import LoraConfig, ModelConfig
 
 __all__ = [
@@ -261,6 +261,7 @@ class Config(Section):
         if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)
         self._check_logprobs()
+        refuse_temperature(self.engine.kind, rollout.temperature)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
         if self.engine.script is not None and self.engine.kind != "scripted":

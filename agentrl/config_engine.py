@@ -5,14 +5,49 @@ A setting that the chosen kind has no use for, or that cannot work with another,
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from agentrl.config_base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-__all__ = ["EngineConfig"]
+__all__ = ["LOOPBACK", "SERVER_KINDS", "EngineConfig", "refuse_temperature"]
+
+SERVER_KINDS = ("vllm", "sglang")
+"""Engines that are servers of their own and start from a model folder."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+TEMPERATURES: Mapping[str, tuple[float, float]] = {"vllm": (0.01, 2.0), "sglang": (1e-6, math.inf)}
+"""The temperatures above 0 at which each server samples as asked: vLLM takes lower ones for 0.01
+and refuses higher ones, SGLang takes lower ones for 0."""
+
+OWN_OPTIONS: Mapping[str, str] = {
+    "host": "engine.host",
+    "port": "none: every start takes a free one",
+    "model": "model.path",
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "api_key": "engine.api_key",
+    "max_model_len": "engine.max_model_len",
+    "context_length": "engine.max_model_len",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "tp_size": "engine.tensor_parallel_size",
+    "tp": "engine.tensor_parallel_size",
+    "data_parallel_size": "engine.data_parallel_size",
+    "dp_size": "engine.data_parallel_size",
+    "dp": "engine.data_parallel_size",
+    "pipeline_parallel_size": "engine.tensor_parallel_size",
+    "pp_size": "engine.tensor_parallel_size",
+    "logprobs_mode": "none: the learner needs those of the sampling distribution",
+    "weight_transfer_config": "engine.transport",
+    "enable_sleep_mode": "engine.enable_sleep",
+}
+"""Options that agentrl counts on, with what to use in place of `engine.extra`."""
 
 
 class EngineConfig(Section):
@@ -70,19 +105,9 @@ class EngineConfig(Section):
     """1 keeps the weights in host memory, 2 drops them: the next update brings them."""
 
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> EngineConfig:
-        started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
-        started |= {"tensor_parallel_size", "data_parallel_size", "gpus"}
-        started |= {"enable_sleep", "sleep_level"}
-        served = started | {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
-        served |= {"bucket_mb", "verify_weights", "pause_mode", "host"}
-        if self.kind not in ("vllm", "sglang"):
-            ignored, why = served, f"engine.kind is {self.kind}, which is no server"
-        elif self.urls:
-            ignored, why = started, "engine.urls names servers that run already"
-        else:
-            ignored, why = set(), ""
-        self._refuse_ignored("engine", ignored, why)
+    def _check_combinations(self) -> EngineConfig:
+        self._refuse_what_would_be_ignored()
+        self._check_urls()
         needed = self.num_engines * self.tensor_parallel_size * self.data_parallel_size
         if self.gpus and len(self.gpus) != needed:
             raise ValueError(
@@ -91,4 +116,44 @@ class EngineConfig(Section):
             )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
+        given = sorted(OWN_OPTIONS.keys() & {key.replace("-", "_") for key in self.extra})
+        if given:
+            raise ValueError(
+                f"engine.extra.{given[0]} is an option that agentrl sets itself: "
+                f"use {OWN_OPTIONS[given[0]]}"
+            )
         return self
+
+    def _refuse_what_would_be_ignored(self) -> None:
+        started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
+        started |= {"tensor_parallel_size", "data_parallel_size", "gpus"}
+        started |= {"enable_sleep", "sleep_level"}
+        served = started | {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
+        served |= {"bucket_mb", "verify_weights", "pause_mode", "host"}
+        if self.kind not in SERVER_KINDS:
+            self._refuse_ignored(
+                "engine", served, f"engine.kind is {self.kind}, which is no server"
+            )
+            return
+        if self.urls:
+            self._refuse_ignored("engine", started, "engine.urls names servers that run already")
+        why = f"engine.kind is {self.kind}, whose batches depend on timing"
+        self._refuse_ignored("engine", {"deterministic"}, why)
+
+    def _check_urls(self) -> None:
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"engine.urls holds {url!r}: write it as http://HOST:PORT")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("engine.urls names a server twice: name each once")
+
+
+def refuse_temperature(kind: str, temperature: float) -> None:
+    """Raise ValueError where an engine of this kind would sample at another temperature."""
+    lowest, highest = TEMPERATURES.get(kind, (0.0, math.inf))
+    if temperature != 0 and not lowest <= temperature <= highest:
+        limits = f"from {lowest:g}" + (f" to {highest:g}" if highest < math.inf else "")
+        raise ValueError(
+            f"{kind} samples at temperatures {limits}, not at {temperature:g}: set "
+            "rollout.temperature, or the agent's own, within that"
+        )

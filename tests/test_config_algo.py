@@ -132,3 +132,14 @@ def test_logprobs_that_the_loss_lacks_or_nobody_could_use_are_refused(
     rollout: dict[str, Any], algo: dict[str, Any], words: str
 ) -> None:
     assert words in complaint(rollout=rollout, algo=algo)
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("vllm", 2.5), ("vllm", 0.005), ("sglang", 1e-7)]
+)
+def test_a_temperature_that_the_server_does_not_sample_at_is_refused(
+    kind: str, temperature: float
+) -> None:
+    said = complaint(engine={"kind": kind}, rollout={"temperature": temperature})
+    assert f"{kind} samples at temperatures from" in said
+    assert Config(agent=Path("a.py"), rollout={"temperature": 2.5}).engine.kind == "transformers"

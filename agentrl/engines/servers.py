@@ -10,7 +10,8 @@ from agentrl.config import Config
 from agentrl.engines.launch import Launch, sglang_launch, vllm_launch
 from agentrl.engines.on_cpu import has_gpu
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.remote import EngineLimits, RemoteEngine
+from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
 from agentrl.engines.sglang import SGLangEngine
 from agentrl.engines.transport.base import WeightTransport

@@ -34,6 +34,7 @@ UNTOUCHED = {"flush_cache": False, "abort_all_requests": False}
 class SGLangEngine(RemoteEngine):
     """One SGLang server; see `RemoteEngine`."""
 
+    kind = "sglang"
     metric_names = MetricNames(
         ttft="sglang:time_to_first_token_seconds",
         tpot="sglang:request_time_per_output_token_seconds",
@@ -143,7 +144,7 @@ class SGLangEngine(RemoteEngine):
         if params.logprobs and (params.top_p < 1 or params.top_k > 0):
             raise EngineError(
                 "SGLang gives log-probabilities before top-p and top-k: sample with top_p 1 and "
-                "top_k 0, or have the learner compute them and ask the engine for none"
+                "top_k 0, or without log-probabilities (rollout.logprobs learner, logprobs_share 0)"
             )
 
     async def _sample(

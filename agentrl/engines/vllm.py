@@ -26,7 +26,6 @@ from agentrl.types import SamplingParams
 __all__ = ["VLLMEngine", "install_plugin"]
 
 PLUGIN = "agentrl_vllm_plugin"
-MAX_TEMPERATURE = 2.0
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
 
@@ -49,6 +48,7 @@ def install_plugin(folder: Path) -> Path:
 class VLLMEngine(RemoteEngine):
     """One vLLM server; see `RemoteEngine`."""
 
+    kind = "vllm"
     metric_names = MetricNames(
         ttft="vllm:time_to_first_token_seconds",
         tpot="vllm:request_time_per_output_token_seconds",
@@ -128,13 +128,6 @@ class VLLMEngine(RemoteEngine):
             **source,
         }
         await self._client.post("/update_weights", {"update_info": info})
-
-    def _refuse_unsupported(self, params: SamplingParams) -> None:
-        if params.temperature > MAX_TEMPERATURE:
-            raise EngineError(
-                f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}, not at "
-                f"{params.temperature:g}: lower rollout.temperature"
-            )
 
     async def _sample(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None

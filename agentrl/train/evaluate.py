@@ -8,13 +8,14 @@ from tempfile import TemporaryDirectory
 
 from agentrl import event_loop
 from agentrl.config import Config
+from agentrl.config_engine import SERVER_KINDS
 from agentrl.cursor import all_groups
 from agentrl.data import Examples, load_examples
 from agentrl.engines.base import WeightSource
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
 from agentrl.train.eval_result import EvalResult, summarize
-from agentrl.train.sampler import SERVER_KINDS, Sampler, build_engine
+from agentrl.train.sampler import Sampler, build_engine
 
 __all__ = ["evaluate"]
 

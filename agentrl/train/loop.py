@@ -18,6 +18,7 @@ from agentrl import event_loop
 from agentrl.config import Config
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
+from agentrl.engines.transport.select import check_transport
 from agentrl.errors import AgentError, UsageError
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
@@ -82,6 +83,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     evaluation = (
         load_examples(config.data, agent, evaluation=True) if config.train.eval_steps else None
     )
+    check_transport(config.engine)
     # Built before the directory is: an agent that cannot start leaves none behind.
     executor = agent.make_executor(config.rollout, config.data)
     state = _saved_state(config) if resume else LoopState()

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from agentrl.chat import ChatFormat
 from agentrl.config import Config
+from agentrl.config_engine import SERVER_KINDS
 from agentrl.engines.base import Engine
 from agentrl.engines.embedded.weights import skeleton
 from agentrl.engines.factory import make_engine
@@ -19,10 +20,7 @@ from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.scheduler import RolloutScheduler
 from agentrl.types import SamplingParams, Trajectory
 
-__all__ = ["SERVER_KINDS", "Sampler", "build_engine", "sampling_params"]
-
-SERVER_KINDS = ("vllm", "sglang")
-"""Engines that are servers of their own and start from a model folder."""
+__all__ = ["Sampler", "build_engine", "sampling_params"]
 
 
 class Sampler:

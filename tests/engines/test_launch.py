@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from agentrl.config import EngineConfig
 from agentrl.engines.launch import server_options, sglang_launch, vllm_launch
-from agentrl.engines.transport.select import transport_name
+from agentrl.engines.transport.select import check_transport, transport_name
 from agentrl.engines.vllm import install_plugin
 from agentrl.errors import UsageError
 
@@ -130,8 +130,26 @@ def test_a_transport_that_cannot_work_is_refused(
         ({"kind": "vllm", "urls": ["http://a"], "python": "/p"}, "engine.python"),
         ({"kind": "vllm", "sleep_level": 2}, "engine.enable_sleep"),
         ({"kind": "vllm", "gpus": [0, 1], "num_engines": 4}, "engine.gpus"),
+        ({"kind": "vllm", "deterministic": False}, "engine.deterministic would be ignored"),
+        ({"kind": "vllm", "urls": ["node-2:8000"]}, "write it as http://HOST:PORT"),
+        ({"kind": "vllm", "urls": ["http://a:1", "http://a:1"]}, "names a server twice"),
+        ({"kind": "vllm", "extra": {"tensor-parallel-size": 2}}, "use engine.tensor_parallel_size"),
+        ({"kind": "sglang", "extra": {"dp_size": 2}}, "use engine.data_parallel_size"),
+        (
+            {"kind": "vllm", "extra": {"logprobs_mode": "raw_logprobs"}},
+            "engine.extra.logprobs_mode",
+        ),
     ],
 )
 def test_settings_that_would_be_ignored_are_errors(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         EngineConfig(**settings)
+
+
+def test_a_server_elsewhere_needs_an_address_of_the_learner() -> None:
+    elsewhere = {"kind": "vllm", "urls": ["http://node-2:8000"]}
+    with pytest.raises(UsageError, match=r"engine\.host is 127\.0\.0\.1, at which http://node-2"):
+        check_transport(EngineConfig(**elsewhere))
+    check_transport(EngineConfig(**elsewhere, host="node-1"))
+    check_transport(EngineConfig(**elsewhere, transport="disk"))
+    check_transport(EngineConfig(kind="vllm", urls=["http://localhost:8000"]))

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import torch
 
 from agentrl.config import EngineConfig
+from agentrl.config_engine import LOOPBACK, SERVER_KINDS
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.transport.disk import DiskTransport
 from agentrl.engines.transport.group import GroupTransport
@@ -15,9 +16,7 @@ from agentrl.engines.transport.ipc import IPCTransport
 from agentrl.engines.transport.verified import VerifiedTransport
 from agentrl.errors import UsageError
 
-__all__ = ["make_transport", "transport_name"]
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+__all__ = ["check_transport", "make_transport", "transport_name"]
 
 
 def transport_name(config: EngineConfig, *, on_gpu: bool) -> str:
@@ -41,6 +40,23 @@ def transport_name(config: EngineConfig, *, on_gpu: bool) -> str:
             "use ipc or disk, or engine.num_engines instead of engine.data_parallel_size"
         )
     return name
+
+
+def check_transport(config: EngineConfig) -> None:
+    """Refuse what could not bring new weights to the servers, before anything is built.
+
+    Raises:
+        UsageError: the transport cannot work here, or the servers could not reach this machine.
+    """
+    if config.kind not in SERVER_KINDS:
+        return
+    name = transport_name(config, on_gpu=torch.cuda.is_available())
+    elsewhere = [url for url in config.urls if urlsplit(url).hostname not in LOOPBACK]
+    if name != "disk" and elsewhere and config.host in LOOPBACK:
+        raise UsageError(
+            f"engine.host is {config.host}, at which {elsewhere[0]} cannot reach the learner for "
+            "new weights: set it to this machine's address, or engine.transport to disk"
+        )
 
 
 def make_transport(
