@@ -122,6 +122,8 @@ def _import_deepspeed() -> Any:
     """Import it without what it prints, and without what it would compile."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Ranks of this host. Without it DeepSpeed starts `numactl` in every backward to count them.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # It reads this one wherever it likes, also in a process that runs alone.
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed

@@ -1,13 +1,11 @@
 """The learner on two ranks, started by torchrun, against one rank and against plain torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from learner_parts import full_logprobs, small_llama
+from rank_pair import run_on_two_ranks
 from transformers import AutoModelForCausalLM
 from two_ranks import build, train_five_steps, two_rank_config, unequal_samples
 
@@ -17,15 +15,7 @@ from agentrl.train.losses import clipped_policy_loss, kl_penalty
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *(str(Path(__file__).with_name("two_ranks.py")), str(folder)),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_on_two_ranks("two_ranks.py", folder)
     return folder
 
 
