@@ -5,28 +5,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from learner_parts import full_logprobs, make_config, small_llama, weighted
-from trie_parts import forked
-from trie_ranks import gradients, samples
+from trie_parts import Gradients, forked, relative_error, separate_gradients
+from trie_ranks import NUM_RANDOM, forked_gradients, random_errors, samples
 
 from agentrl.train.distributed import RankGroup
 from agentrl.train.learner import Learner
 
 
 @pytest.fixture(scope="module")
-def separate() -> dict[str, torch.Tensor]:
-    model = small_llama()
-    for sample in samples():
-        weights = torch.from_numpy(-sample.advantages * sample.weights)
-        (weights * full_logprobs(model, sample)).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def separate() -> Gradients:
+    return separate_gradients(small_llama(), samples())
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("trie-ranks") / "gradients.pt"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
@@ -37,25 +34,28 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, t
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, torch.Tensor]] = torch.load(file, weights_only=True)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
     return found
-
-
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
-    return float(difference.norm() / torch.cat([x.flatten() for x in expected.values()]).norm())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_rank_gets_the_gradients_of_separate_sequences(separate, checkpointing: bool):
-    found = gradients(RankGroup(), checkpointing=checkpointing)
+    found = forked_gradients(RankGroup(), checkpointing=checkpointing)
     assert relative_error(found, separate) < 1e-6
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_on_random_trees_too(checkpointing: bool):
+    errors = random_errors(RankGroup(), checkpointing=checkpointing)
+    assert len(errors) >= NUM_RANDOM
+    assert max(errors) < 1e-6
 
 
 @pytest.mark.parametrize("activations", ["kept", "again"])
 def test_two_ranks_get_them_too(separate, two_ranks, activations: str):
-    assert relative_error(two_ranks[activations], separate) < 1e-6
+    assert relative_error(two_ranks[activations]["forked"], separate) < 1e-6
+    assert len(two_ranks[activations]["random"]) >= NUM_RANDOM
+    assert max(two_ranks[activations]["random"]) < 1e-6
 
 
 def test_scores_come_back_to_the_samples_that_asked():
