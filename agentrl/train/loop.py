@@ -177,6 +177,9 @@ class TrainingRun:
         if self._saved_step < self._state.step:
             self._save_checkpoint()
         self._save_model(self._run.model)
+        if self._config.model.lora.rank:
+            with write_atomically(self._run.adapter) as folder:
+                self._learner.save_adapter(folder)
         self._write_summary()
 
     async def _step(self) -> dict[str, float]:
@@ -285,6 +288,8 @@ class TrainingRun:
             write_atomically(checkpoint_path(self._run.checkpoints, self._state.step)) as folder,
         ):
             self._learner.save(folder)
+            if self._config.model.lora.rank:
+                self._learner.save_adapter(folder / "adapter")
             self._state.save(folder)
         prune(self._run.checkpoints, self._config.train.max_checkpoints)
         self._saved_step = self._state.step

@@ -4,6 +4,7 @@
     metrics.jsonl               one line a step
     trajectories/000012.parquet every finished episode of step 12 (see train/trajectories.py)
     tensorboard/  checkpoints/  model/ (the final Hugging Face folder)
+    adapter/                    under LoRA: its factors alone, as peft and vLLM load them
     summary.json  report.html  curve.png
 
 One process at a time holds a run directory: a lock on `.lock` that ends with the process. Only
@@ -139,6 +140,11 @@ class RunDir:
     def model(self) -> Path:
         """The final model, a Hugging Face folder."""
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The final factors of LoRA, a folder that peft loads."""
+        return self.path / "adapter"
 
     @property
     def tensorboard(self) -> Path:
