@@ -35,6 +35,12 @@ ALL = ["transformers", *SERVERS]
 ORDER = ["transformers", "fake-vllm", "fake-sglang", "vllm", "sglang"]
 
 
+def python_of(kind: str) -> str:
+    """Python of the environment with a real engine, which is made at the first call."""
+    command = [sys.executable, str(SCRIPT), kind]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
 def server_config(kind: str, **engine: Any) -> Config:
     """The configuration of one kind of server; keyword arguments override the section `engine`."""
     name = kind.removeprefix("fake-")
@@ -42,10 +48,7 @@ def server_config(kind: str, **engine: Any) -> Config:
         section: dict[str, Any] = {"extra": {"token_seconds": 0.005}}
         section["env"] = {"PYTHONPATH": str(HERE / "fake")}
     else:
-        python = subprocess.run(
-            [sys.executable, str(SCRIPT), kind], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.strip()
-        section = {"python": python, "extra": {}, "env": {}}
+        section = {"python": python_of(kind), "extra": {}, "env": {}}
     section["env"] |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     section |= {"kind": name, "max_model_len": MAX_MODEL_LEN, "transport": "gloo", "bucket_mb": 1}
     section["extra"] |= engine.pop("extra", {})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-import torch
 from engines.conftest import REAL, server_config
+from engines.interrupted import AfterOneBucket
 from engines.tiny import greedy, source_of
 from transformers import PreTrainedModel
 
@@ -19,6 +20,8 @@ from agentrl.engines.base import WeightSource
 from agentrl.engines.factory import make_engine
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.transport.group import GroupTransport
+from agentrl.engines.weight_update import UpdateSettings, update_weights
 from agentrl.errors import EngineError
 from agentrl.types import SamplingParams
 
@@ -47,6 +50,17 @@ def kill(engine: RemoteEngine) -> None:
     """Kill the server itself; its supervisor sees it end."""
     assert engine.server is not None
     psutil.Process(engine.server.pid).children()[0].kill()
+
+
+async def interrupted_update(
+    pool: EnginePool, source: WeightSource, interruption: Callable[[], Awaitable[None]]
+) -> None:
+    """An update of all engines, during which something happens after the first of many buckets."""
+    transport = AfterOneBucket(GroupTransport("gloo"), interruption)
+    try:
+        await update_weights(pool.engines, source, transport, UpdateSettings(bucket_bytes=1 << 14))
+    finally:
+        await transport.close()
 
 
 @pytest.mark.parametrize("kind", FAKES)
@@ -129,14 +143,11 @@ async def test_a_server_that_dies_in_a_transfer_is_an_error_and_the_rest_take_a_
 ) -> None:
     async with running(kind, model_folder, tmp_path, num_engines=2, max_restarts=0) as pool:
 
-        def dies_in_the_middle() -> Iterator[tuple[str, torch.Tensor]]:
-            for i, (name, parameter) in enumerate(models[1].named_parameters()):
-                if i == 10:
-                    kill(pool.engines[1])
-                yield name, parameter.detach()
+        async def dies() -> None:
+            kill(pool.engines[1])
 
         with pytest.raises(EngineError):
-            await pool.update_weights(WeightSource(dies_in_the_middle, 1))
+            await interrupted_update(pool, source_of(models[1], 1), dies)
         await asyncio.wait_for(pool.engines[1].server.died.wait(), 30)  # type: ignore[union-attr]
         await pool.update_weights(source_of(models[1], 2))
         result = await pool.generate(PROMPT, GREEDY)
@@ -159,12 +170,41 @@ async def test_a_real_server_that_dies_is_replaced_and_synchronized(
     kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
 ) -> None:
     async with running(kind, model_folder, tmp_path) as pool:
+        await pool.generate(PROMPT, GREEDY)  # its prefix is cached under the weights at the start
         await pool.update_weights(source_of(models[1], 1, live=True))
+        warm = await pool.generate(PROMPT, GREEDY)
         rollout = asyncio.create_task(pool.generate(PROMPT, LONG))
         await asyncio.sleep(0.2)
         kill(pool.engines[0])
         with pytest.raises(EngineError):
             await asyncio.wait_for(rollout, 30)
+        cold = await pool.generate(PROMPT, GREEDY)
+        assert cold.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(cold.weight_versions.tolist()) == {1}
+        # lmdeploy#4917, NeMo-RL PR#4018: a stale prefix would show in the warm engine's.
+        assert warm.logprobs is not None
+        assert cold.logprobs is not None
+        assert warm.token_ids.tolist() == cold.token_ids.tolist()
+        np.testing.assert_allclose(warm.logprobs, cold.logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REAL)
+async def test_a_real_server_that_dies_in_a_transfer_is_an_error_and_takes_a_retry(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    # TRL PR#6913
+    async with running(kind, model_folder, tmp_path, max_restarts=1) as pool:
+        await pool.update_weights(source_of(models[0], 1))
+
+        async def dies() -> None:
+            kill(pool.engines[0])
+
+        with pytest.raises(EngineError):
+            await interrupted_update(pool, source_of(models[1], 2), dies)
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await asyncio.wait_for(pool.settled(), 300)
+        await pool.update_weights(source_of(models[1], 3))
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
-        assert set(result.weight_versions.tolist()) == {1}
+        assert set(result.weight_versions.tolist()) == {3}

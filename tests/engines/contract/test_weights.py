@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from engines.conftest import ALL, SERVERS, EngineUnderTest
+from engines.interrupted import AfterOneBucket
 from engines.tiny import greedy, logprobs_R, source_of
 
 from agentrl.engines.base import PauseMode, WeightSource
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.transport.base import WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.transport.disk import DiskTransport
 from agentrl.engines.transport.group import GroupTransport
 from agentrl.engines.transport.ipc import IPCTransport
@@ -143,26 +142,6 @@ async def test_every_token_says_which_weights_sampled_it(
             np.testing.assert_allclose(result.logprobs[mine], expected[mine], atol=1e-4)
     changed = [len(set(r.weight_versions.tolist())) == 2 for r in results]
     assert any(changed) if mode == "keep" else not any(changed)
-
-
-class AfterOneBucket(WeightTransport):
-    """Hands on one bucket, then does something else before the next."""
-
-    name = "interrupted"
-
-    def __init__(self, transport: WeightTransport, interruption: Callable[[], Any]) -> None:
-        self.inner, self.interruption = transport, interruption
-
-    async def send(
-        self, receivers: Sequence[WeightReceiver], buckets: AsyncIterator[Bucket], version: int
-    ) -> None:
-        async def interrupted() -> AsyncIterator[Bucket]:
-            yield await anext(buckets)
-            await self.interruption()
-            async for bucket in buckets:
-                yield bucket
-
-        await self.inner.send(receivers, interrupted(), version)
 
 
 async def breaks() -> None:
