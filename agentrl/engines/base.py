@@ -102,8 +102,11 @@ class Engine(ABC):
     async def wake(self, tags: SequenceABC[str] = ("weights", "kv_cache")) -> None:
         """Take device memory again, weights before cache."""
 
+    async def refresh_stats(self) -> None:
+        """Bring what `stats` tells up to date, where that takes a question to a server."""
+
     def stats(self) -> Mapping[str, float]:
-        """Counters since the last call: prompt_tokens, cached_tokens, sampled_tokens, ..."""
+        """Metrics since the last call: prompt_tokens, cached_tokens, sampled_tokens, ..."""
         return {}
 
     async def close(self) -> None:

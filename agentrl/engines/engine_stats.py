@@ -1,21 +1,27 @@
 """What one engine counted: its requests as agentrl saw them, and its server's own metrics.
 
 Names are those users know: TTFT (time to first token), TPOT (time per output token), latency
-quantiles, prefix-cache hit rate, KV-cache use, preemptions. Times are in seconds.
+quantiles, prefix-cache hit rate, KV-cache use, preemptions. Times are in seconds. docs/metrics.md
+lists them all.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from agentrl.engines.prometheus import Snapshot, histogram_mean, histogram_quantile
+from agentrl.engines.prometheus import Histogram, Snapshot
 from agentrl.types import Generation
 
-__all__ = ["EngineStats", "MetricNames"]
+__all__ = ["EngineCounts", "EngineStats", "MetricNames"]
+
+LATENCIES = ("ttft", "tpot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,65 +34,164 @@ class MetricNames:
     preemptions: str
 
 
-class EngineStats:
-    """Counters since the last `take`."""
+@dataclass(slots=True)
+class EngineCounts:
+    """What was counted in one span of time. The counts of several engines add up.
 
-    def __init__(self, names: MetricNames) -> None:
+    `observed` holds every value of a name, `histograms` those of which a server tells the
+    distribution only. `rates` are tokens per second in which at least one request was in flight.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    observed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    histograms: dict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    rates: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __add__(self, other: EngineCounts) -> EngineCounts:
+        """Both engines together."""
+        total = EngineCounts()
+        for part in (self, other):
+            total.counts.update(part.counts)
+            for name, rate in part.rates.items():
+                total.rates[name] += rate
+            for name, values in part.observed.items():
+                total.observed[name] += values
+            for name, histogram in part.histograms.items():
+                total.histograms[name] += histogram
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name; those of which nothing is known are left out."""
+        counts, result = self.counts, {name: float(n) for name, n in self.counts.items()}
+        if requests := counts["requests"]:
+            result["abort_ratio"] = (
+                counts["finish_abort"] + counts["cancelled_requests"]
+            ) / requests
+            result["timeout_ratio"] = counts["timed_out_requests"] / requests
+            result["response_clip_ratio"] = counts["finish_length"] / requests
+        if counts["prompt_tokens"]:
+            result["prefix_cache_hit_rate"] = counts["cached_tokens"] / counts["prompt_tokens"]
+        result |= self.rates
+        if latencies := self.observed.get("request_latency"):
+            median, late = np.quantile(latencies, [0.5, 0.99])
+            result |= {"request_latency_p50": float(median), "request_latency_p99": float(late)}
+        if readings := self.observed.get("kv_cache_usage"):
+            result["kv_cache_usage"] = float(np.mean(readings))
+            result["kv_cache_usage_max"] = max(readings)
+        for name in LATENCIES:
+            result |= self._mean_and_late(name)
+        return result
+
+    def _mean_and_late(self, name: str) -> dict[str, float]:
+        if values := self.observed.get(name):
+            late = float(np.quantile(values, 0.99))
+            return {f"{name}_mean": float(np.mean(values)), f"{name}_p99": late}
+        histogram = self.histograms.get(name, Histogram())
+        found = {f"{name}_mean": histogram.mean(), f"{name}_p99": histogram.quantile(0.99)}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+class EngineStats:
+    """Counts since the last `take`.
+
+    Args:
+        names: what the server calls its metrics, if there is a server.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, names: MetricNames | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._names = names
-        self._counts: Counter[str] = Counter()
-        self._latencies: list[float] = []
+        self._clock = clock
+        self._current = EngineCounts()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
         self._reported = Snapshot()
         self._newest: Snapshot | None = None
 
-    def record(self, prompt_tokens: int, generation: Generation, seconds: float) -> None:
-        """Count one request that was answered."""
-        self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += prompt_tokens
-        self._counts["cached_tokens"] += generation.cached_tokens
-        self._counts["sampled_tokens"] += len(generation.token_ids)
-        self._counts[f"finish_{generation.finish_reason}"] += 1
-        self._latencies.append(seconds)
+    @property
+    def in_flight(self) -> int:
+        """Requests that were begun and have not ended."""
+        return self._in_flight
 
-    def record_failure(self, *, timeout: bool) -> None:
-        """Count one request that was not answered."""
-        self._counts["requests"] += 1
-        self._counts["timeouts" if timeout else "failures"] += 1
+    @contextmanager
+    def request(self) -> Iterator[Callable[[], float]]:
+        """Around one request; gives a function that tells the seconds since its begin."""
+        began = self._clock()
+        if self._in_flight == 0:
+            self._busy_since = began
+        self._in_flight += 1
+        try:
+            yield lambda: self._clock() - began
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy_seconds += self._clock() - self._busy_since
+
+    def record(
+        self,
+        prompt_tokens: int,
+        generation: Generation,
+        seconds: float,
+        first_token_seconds: float | None = None,
+    ) -> None:
+        """Count one request that was answered.
+
+        Args:
+            prompt_tokens: of the prompt, cached ones included.
+            generation: the answer.
+            seconds: from the request to the answer.
+            first_token_seconds: to the first token, where the engine tells.
+        """
+        counts, sampled = self._current.counts, len(generation.token_ids)
+        counts["requests"] += 1
+        counts["prompt_tokens"] += prompt_tokens
+        counts["cached_tokens"] += generation.cached_tokens
+        counts["sampled_tokens"] += sampled
+        counts[f"finish_{generation.finish_reason}"] += 1
+        self._current.observed["request_latency"].append(seconds)
+        if first_token_seconds is not None:
+            self._current.observed["ttft"].append(first_token_seconds)
+            if sampled > 1:
+                per_token = (seconds - first_token_seconds) / (sampled - 1)
+                self._current.observed["tpot"].append(per_token)
+
+    def record_unanswered(self, how: Literal["failed", "timed_out", "cancelled"]) -> None:
+        """Count one request without an answer: `failed`, `timed_out` or `cancelled`."""
+        self._current.counts["requests"] += 1
+        self._current.counts[f"{how}_requests"] += 1
 
     def record_server(self, snapshot: Snapshot) -> None:
-        """Keep the server's metrics of this moment."""
+        """Keep the server's metrics of this moment; how full its cache is counts as a reading."""
+        assert self._names is not None
         self._newest = snapshot
+        usage = snapshot.gauge(self._names.kv_usage)
+        if usage is not None and self._in_flight:
+            self._current.observed["kv_cache_usage"].append(usage)
 
     def forget_server(self) -> None:
         """The server was started again: its counters begin at zero."""
         self._reported, self._newest = Snapshot(), None
 
-    def take(self) -> Mapping[str, float]:
-        """All metrics since the last call; those of which nothing is known are left out."""
-        counts, self._counts = self._counts, Counter()
-        result: dict[str, float] = {name: float(value) for name, value in counts.items()}
-        if requests := counts["requests"]:
-            result["abort_ratio"] = counts["finish_abort"] / requests
-            result["timeout_ratio"] = counts["timeouts"] / requests
-            result["response_clip_ratio"] = counts["finish_length"] / requests
-        if counts["prompt_tokens"]:
-            result["prefix_cache_hit_rate"] = counts["cached_tokens"] / counts["prompt_tokens"]
-        if self._latencies:
-            median, late = np.quantile(self._latencies, [0.5, 0.99])
-            result |= {"request_latency_p50": float(median), "request_latency_p99": float(late)}
-            self._latencies = []
-        if self._newest is not None:
-            result |= self._server_metrics(self._newest)
-        return result
-
-    def _server_metrics(self, newest: Snapshot) -> dict[str, float]:
-        names, since = self._names, newest.minus(self._reported)
-        self._reported = newest
-        found = {
-            "ttft_mean": histogram_mean(since, names.ttft),
-            "ttft_p99": histogram_quantile(since, names.ttft, 0.99),
-            "tpot_mean": histogram_mean(since, names.tpot),
-            "tpot_p99": histogram_quantile(since, names.tpot, 0.99),
-            "kv_cache_usage": newest.values.get(names.kv_usage),
-            "preemptions": since.values.get(names.preemptions),
-        }
-        return {name: value for name, value in found.items() if value is not None}
+    def take(self) -> EngineCounts:
+        """What was counted since the last call."""
+        taken, self._current = self._current, EngineCounts()
+        busy, now = self._busy_seconds, self._clock()
+        if self._in_flight:
+            busy, self._busy_since = busy + now - self._busy_since, now
+        self._busy_seconds = 0.0
+        if busy > 0:
+            counts = taken.counts
+            computed = counts["prompt_tokens"] - counts["cached_tokens"]
+            taken.rates["prefill_tokens_per_second"] = computed / busy
+            taken.rates["decode_tokens_per_second"] = counts["sampled_tokens"] / busy
+        if self._newest is not None and self._names is not None:
+            since = self._newest.minus(self._reported)
+            self._reported = self._newest
+            taken.histograms["ttft"] = since.histogram(self._names.ttft)
+            taken.histograms["tpot"] = since.histogram(self._names.tpot)
+            if self._names.preemptions in since.values:
+                taken.counts["preemptions"] += int(since.values[self._names.preemptions])
+        return taken

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from agentrl.engines.base import Engine, PauseMode, WeightSource
+from agentrl.engines.engine_stats import EngineCounts
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.routing import Router
 from agentrl.engines.transport.base import WeightTransport
@@ -25,9 +25,6 @@ from agentrl.types import Generation, SamplingParams
 __all__ = ["EnginePool"]
 
 logger = logging.getLogger(__name__)
-
-MEANS = ("_ratio", "_rate", "_mean", "_p50", "_p99", "_usage")
-"""Endings of metrics that are averaged over engines; the others are added up."""
 
 
 class EnginePool(Engine):
@@ -147,16 +144,13 @@ class EnginePool(Engine):
         await asyncio.gather(*(engine.wake(tags) for engine in self._living()))
 
     def stats(self) -> Mapping[str, float]:
-        """Metrics over all engines since the last call: counts added up, the rest averaged."""
-        found = [engine.stats() for engine in self.engines]
-        totals: Counter[str] = Counter()
-        for stats in found:
-            totals.update(stats)
-        numbers = Counter(name for stats in found for name in stats)
-        return {
-            name: total / numbers[name] if name.endswith(MEANS) else total
-            for name, total in totals.items()
-        }
+        """Metrics over all engines since the last call, as if they were one."""
+        counts = (engine.take_counts() for engine in self.engines)
+        return sum(counts, EngineCounts()).metrics()
+
+    async def refresh_stats(self) -> None:
+        """Read the metrics of every server that lives."""
+        await asyncio.gather(*(engine.refresh_stats() for engine in self.engines if not engine.dead))
 
     def _living(self) -> list[RemoteEngine]:
         living = [e for e in self.engines if not e.dead and e not in self._reviving]

@@ -8,16 +8,16 @@ import logging
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
 
 from agentrl.engines import prometheus
 from agentrl.engines.base import Engine, PauseMode, WeightSource
-from agentrl.engines.engine_stats import EngineStats, MetricNames
+from agentrl.engines.engine_stats import EngineCounts, EngineStats, MetricNames
 from agentrl.engines.gate import RequestGate
 from agentrl.engines.http import EngineClient, RequestRefusedError
 from agentrl.engines.request_check import EngineLimits, check_request
@@ -32,6 +32,9 @@ __all__ = ["RemoteEngine", "Sampled"]
 logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 10.0
+METRICS_INTERVAL = 2.0
+"""Seconds between two readings of the server's metrics while requests are in flight."""
+METRICS_SECONDS = 10.0
 DEATH_SECONDS = 1.5
 """How long after a broken connection the end of the server process is waited for."""
 
@@ -91,7 +94,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._asleep: set[str] = set()
         self._gate = RequestGate()
         self._stats = EngineStats(self.metric_names)
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._metrics_read = 0.0
+        self._background: set[asyncio.Task[None]] = set()
         self._connection: EngineClient | None = None
         self._closed = False
 
@@ -155,8 +159,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         """End the server, if it is ours, and every request."""
         self._closed = True
         self._gate.condemn("it is closed")
-        for abort in tuple(self._aborts):
-            abort.cancel()
+        for task in tuple(self._background):
+            task.cancel()
         await self._transport.close()
         if self._connection is not None:
             await self._connection.close()
@@ -177,19 +181,22 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._refuse_unsupported(params)
         await self._gate.enter()
         request_id = uuid.uuid4().hex
-        started = time.monotonic()
-        try:
-            call = self._sample(token_ids, params, request_id, replica)
-            sampled = await self._gate.run(request_id, call)
-            generation = self._generation(sampled, params)
-        except asyncio.CancelledError:
-            self._abort_later(request_id)
-            raise
-        except EngineError as error:
-            self._abort_later(request_id)
-            self._stats.record_failure(timeout=isinstance(error.__cause__, TimeoutError))
-            raise await self._explained(error) from error
-        self._stats.record(len(token_ids), generation, time.monotonic() - started)
+        with self._stats.request() as elapsed:
+            try:
+                call = self._sample(token_ids, params, request_id, replica)
+                sampled = await self._gate.run(request_id, call)
+                generation = self._generation(sampled, params)
+            except asyncio.CancelledError:
+                self._stats.record_unanswered("cancelled")
+                self._abort_later(request_id)
+                raise
+            except EngineError as error:
+                late = isinstance(error.__cause__, TimeoutError | httpx.TimeoutException)
+                self._stats.record_unanswered("timed_out" if late else "failed")
+                self._abort_later(request_id)
+                raise await self._explained(error) from error
+            self._stats.record(len(token_ids), generation, elapsed())
+        self._read_metrics_now_and_then()
         return generation
 
     async def pause(self, mode: PauseMode = "wait") -> None:
@@ -255,13 +262,18 @@ class RemoteEngine(Engine, UpdatableEngine):
             await self.resume()
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since the last call; the server's own are as of the last pause or refresh."""
+        """Metrics since the last call; the server's own are as of the last pause or refresh."""
+        return self.take_counts().metrics()
+
+    def take_counts(self) -> EngineCounts:
+        """The same as counts, which add up with those of other engines."""
         return self._stats.take()
 
     async def refresh_stats(self) -> None:
         """Read the server's metrics now. A pause does it too."""
+        self._metrics_read = time.monotonic()
         with contextlib.suppress(EngineError):  # an external server may not offer them
-            text = (await self._client.get("/metrics")).text
+            text = (await self._client.get("/metrics", limit=METRICS_SECONDS)).text
             self._stats.record_server(prometheus.parse(text))
 
     def _refuse_unsupported(self, params: SamplingParams) -> None:
@@ -344,13 +356,22 @@ class RemoteEngine(Engine, UpdatableEngine):
             await asyncio.wait_for(self.server.died.wait(), DEATH_SECONDS)
         return EngineError(self.server.describe_death()) if self.dead else error
 
+    def _read_metrics_now_and_then(self) -> None:
+        """Read the server's metrics while it works: how full its cache is cannot be seen later."""
+        due = time.monotonic() - self._metrics_read >= METRICS_INTERVAL
+        if due and self._stats.in_flight and not self._closed:
+            self._metrics_read = time.monotonic()
+            self._in_background(self.refresh_stats())
+
     def _abort_later(self, request_id: str) -> None:
         """End the request on the server without waiting for it, unless there is no server."""
-        if self.dead or self._closed:
-            return
-        task = asyncio.create_task(self._try_abort(request_id))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        if not self.dead and not self._closed:
+            self._in_background(self._try_abort(request_id))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _try_abort(self, request_id: str) -> None:
         try:

@@ -12,6 +12,7 @@ history gives the same batches and, on a CPU, the same bits.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from agentrl.engines.embedded.gate import ParticipantGate
 from agentrl.engines.embedded.limits import check_supported
 from agentrl.engines.embedded.request import Request
 from agentrl.engines.embedded.weights import commit, device_of, has_weights, skeleton, stage
+from agentrl.engines.engine_stats import EngineStats
 from agentrl.errors import ContextOverflowError, EngineError
 from agentrl.types import Generation, SamplingParams
 
@@ -37,14 +39,7 @@ __all__ = ["TransformersEngine", "skeleton"]
 
 T = TypeVar("T")
 
-_COUNTERS = (
-    "finished_requests",
-    "aborted_requests",
-    "cancelled_requests",
-    "failed_requests",
-    "weight_updates",
-    "straggler_timeouts",
-)
+_COUNTERS = ("weight_updates", "straggler_timeouts")
 
 
 class TransformersEngine(Engine):
@@ -93,6 +88,7 @@ class TransformersEngine(Engine):
         self._arrivals = 0
         self._paused: PauseMode | None = None
         self._closed = False
+        self._requests = EngineStats()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._reported = self._counters | self._batch.counters
         self._changed = asyncio.Event()
@@ -135,12 +131,24 @@ class TransformersEngine(Engine):
         self._waiting.append(request)
         self._open.add(request)
         self._changed.set()
-        try:
-            return await future
-        finally:
-            self._open.discard(request)
-            # A cancelled call frees its slot.
-            self._changed.set()
+        with self._requests.request() as elapsed:
+            began = time.monotonic()
+            try:
+                generation = await future
+            except asyncio.CancelledError:
+                self._requests.record_unanswered("cancelled")
+                raise
+            except EngineError:
+                self._requests.record_unanswered("failed")
+                raise
+            finally:
+                self._open.discard(request)
+                # A cancelled call frees its slot.
+                self._changed.set()
+            first = request.first_token_at
+            to_first = None if first is None else first - began
+            self._requests.record(len(prompt), generation, elapsed(), to_first)
+        return generation
 
     @contextmanager
     def participant(self) -> Iterator[None]:
@@ -195,18 +203,20 @@ class TransformersEngine(Engine):
             self._requeue()
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since the last call, and what the engine holds now.
+        """Metrics since the last call, and what the engine holds now.
 
-        Counters: prompt_tokens, cached_tokens (of them), prefilled_tokens, prefill_steps,
-        sampled_tokens, decode_steps, finished_requests, aborted_requests, cancelled_requests,
-        failed_requests, weight_updates, straggler_timeouts. `mean_batch_size` is requests per
-        decode step. Now: running_requests, waiting_requests, cache_bytes.
+        Beside those of `EngineStats`: prompt_tokens, cached_tokens (of them), prefilled_tokens,
+        prefill_steps, sampled_tokens, decode_steps (counted at each step), weight_updates,
+        straggler_timeouts. `mean_batch_size` is requests per decode step. Now: running_requests,
+        waiting_requests, cache_bytes.
         """
         total = self._counters | self._batch.counters
         delta = {name: float(count - self._reported[name]) for name, count in total.items()}
         self._reported = total
         steps = delta["decode_steps"]
-        return delta | {
+        return {
+            **self._requests.take().metrics(),
+            **delta,
             "mean_batch_size": delta["sampled_tokens"] / steps if steps else 0.0,
             "running_requests": float(len(self._batch)),
             "waiting_requests": float(len(self._waiting)),
@@ -270,7 +280,6 @@ class TransformersEngine(Engine):
         error = step.exception()
         if error is None:
             ended = step.result()
-            self._counters["finished_requests"] += len(ended)
             for request in ended:
                 request.finish()
         else:
@@ -295,7 +304,6 @@ class TransformersEngine(Engine):
     def _drop_cancelled(self) -> None:
         gone = self._cancelled()
         if gone:
-            self._counters["cancelled_requests"] += len(gone)
             self._batch.remove(gone)
             self._waiting = [request for request in self._waiting if not request.future.done()]
 
@@ -309,13 +317,11 @@ class TransformersEngine(Engine):
         requests = [*self._batch.requests, *self._waiting]
         self._batch.remove(requests)
         self._waiting.clear()
-        self._counters["aborted_requests"] += len(requests)
         for request in requests:
             request.finish("abort")
 
     def _fail(self, requests: set[Request], error: BaseException) -> None:
         for request in requests:
-            self._counters["failed_requests"] += 1
             failure = EngineError(
                 str(error)
                 if isinstance(error, EngineError)

@@ -69,12 +69,8 @@ def off_temperature_share(trajectories: Sequence[Trajectory], temperature: float
 
 
 def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """An engine's counters of one step, with the share of prompt tokens that were cached."""
-    metrics = {f"engine/{name}": float(value) for name, value in stats.items()}
-    prompt = stats.get("prompt_tokens", 0)
-    if prompt:
-        metrics["engine/cache_hit_rate"] = stats.get("cached_tokens", 0) / prompt
-    return metrics
+    """What an engine counted, by its names in the log."""
+    return {f"engine/{name}": float(value) for name, value in stats.items()}
 
 
 def _own_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

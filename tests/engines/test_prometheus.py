@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.engines.prometheus import Snapshot, histogram_mean, histogram_quantile, parse
+from agentrl.engines.prometheus import Histogram, Snapshot, parse
 
 TEXT = """# HELP vllm:ttft Time to first token.
 # TYPE vllm:ttft histogram
@@ -22,23 +22,36 @@ def test_values_are_added_up_over_labels() -> None:
     assert parse(TEXT).values["vllm:num_preemptions_total"] == 7.0
 
 
+def test_a_gauge_is_averaged_over_its_series_and_absent_where_the_server_has_none() -> None:
+    assert parse(TEXT).gauge("vllm:num_preemptions_total") == 3.5
+    assert parse(TEXT).gauge("vllm:kv_cache_usage_perc") is None
+
+
 def test_the_mean_is_sum_over_count() -> None:
-    assert histogram_mean(parse(TEXT), "vllm:ttft") == pytest.approx(0.15)
+    assert parse(TEXT).histogram("vllm:ttft").mean() == pytest.approx(0.15)
 
 
 def test_quantiles_are_interpolated_within_their_bucket() -> None:
-    snapshot = parse(TEXT)
-    assert histogram_quantile(snapshot, "vllm:ttft", 0.25) == pytest.approx(0.05)
-    assert histogram_quantile(snapshot, "vllm:ttft", 0.7) == pytest.approx(0.15)
-    assert histogram_quantile(snapshot, "vllm:ttft", 0.99) == pytest.approx(0.2)
+    ttft = parse(TEXT).histogram("vllm:ttft")
+    assert ttft.quantile(0.25) == pytest.approx(0.05)
+    assert ttft.quantile(0.7) == pytest.approx(0.15)
+    assert ttft.quantile(0.99) == pytest.approx(0.2)
 
 
 def test_only_what_came_since_the_last_snapshot_counts() -> None:
     earlier, later = parse(TEXT), parse(TEXT.replace("} 10.0", "} 12.0").replace("1.5", "2.5"))
-    since = later.minus(earlier)
-    assert histogram_mean(since, "vllm:ttft") == pytest.approx(0.5)
+    assert later.minus(earlier).histogram("vllm:ttft").mean() == pytest.approx(0.5)
+
+
+def test_histograms_of_two_servers_add_up() -> None:
+    ttft = parse(TEXT).histogram("vllm:ttft")
+    both = ttft + Histogram(4.5, 10, {0.1: 0.0, 0.2: 1.0, float("inf"): 10.0})
+    assert both.mean() == pytest.approx(0.3)
+    assert both.quantile(0.5) == pytest.approx(0.2)  # 5 below 0.1, 10 below 0.2, of 20
+    assert (Histogram() + ttft).quantile(0.25) == ttft.quantile(0.25)
 
 
 def test_nothing_observed_is_none_not_zero() -> None:
-    assert histogram_mean(Snapshot(), "x") is None
-    assert histogram_quantile(parse(TEXT).minus(parse(TEXT)), "vllm:ttft", 0.5) is None
+    assert Snapshot().histogram("x").mean() is None
+    nothing = parse(TEXT).minus(parse(TEXT)).histogram("vllm:ttft")
+    assert (nothing.mean(), nothing.quantile(0.5)) == (None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,7 +32,7 @@ class Request:
     """A prompt, how to continue it, and what has been sampled so far.
 
     `cached_tokens` is None until the request has had a slot. The lists below it have one entry
-    per sampled token.
+    per sampled token. `first_token_at` is on the monotonic clock.
     """
 
     prompt: NDArray[np.int32]
@@ -44,6 +45,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    first_token_at: float | None = None
     _rollout_order: NaturalOrder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class Request:
 
     def append(self, token_id: int, logprob: float, version: int) -> bool:
         """Take one sampled token; True when it ends the request."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.weight_versions.append(version)

@@ -5,8 +5,9 @@ from plain forward passes, so that what is tested against the real servers can b
 packages `vllm` and `sglang` beside this file start it by the same command lines; the folder goes
 on the server's PYTHONPATH.
 
-Two routes are for tests alone: POST /fake/fail makes the next request of a path fail, and
-GET /fake/requests lists every path that was asked for.
+Some routes are for tests alone: POST /fake/fail makes the next request of a path fail, POST
+/fake/metrics says what GET /metrics answers, GET /fake/requests lists every path that was asked
+for, and GET /fake/generated what each request for tokens said of itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Sampler:
         """Paths whose next request is answered with an error."""
         self.requests: list[str] = []
         """Every path that was asked for."""
+        self.generated: list[dict[str, Any]] = []
+        """Body and headers of every request for tokens."""
+        self.metrics = ""
 
     def generate(
         self,
@@ -292,7 +296,11 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(200, sampler.requests if self.path == "/fake/requests" else {})
+            answers = {"/fake/requests": sampler.requests, "/fake/generated": sampler.generated}
+            if self.path == "/metrics":
+                self._send_text(200, sampler.metrics, "text/plain; version=0.0.4")
+            else:
+                self._send(200, answers.get(self.path, {}))
 
         def do_POST(self) -> None:
             parts = urlsplit(self.path)
@@ -303,6 +311,12 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
                 sampler.fail_next.add(body["path"])
                 self._send(200, {})
                 return
+            if parts.path == "/fake/metrics":
+                sampler.metrics = body["text"]
+                self._send(200, {})
+                return
+            if parts.path.endswith("/generate"):
+                sampler.generated.append({"body": body, "headers": dict(self.headers)})
             sampler.requests.append(parts.path)
             try:
                 if parts.path in sampler.fail_next:
@@ -315,9 +329,12 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
                 self._send(500, {"error": repr(error)})
 
         def _send(self, status: int, payload: Any) -> None:
-            content = json.dumps(payload).encode()
+            self._send_text(status, json.dumps(payload), "application/json")
+
+        def _send_text(self, status: int, text: str, kind: str) -> None:
+            content = text.encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
