@@ -185,6 +185,11 @@ class TrainConfig(Section):
     computed once; `padded`: every sequence for itself; `auto`: a trie if the model can."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward: less memory, more time."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What stays in host memory: `optimizer`: float32 weights, moments and their update; `all`: the
+    weights too, which go to the GPU a few at a time. Less GPU memory, much more time."""
+    reference_offload: bool = False
+    """The same for the weights of the reference policy, which are needed once a step."""
     save_steps: NonNegativeInt = 0
     """A checkpoint every so many steps, and at the end; 0: only at the end."""
     max_checkpoints: PositiveInt = 2
@@ -241,6 +246,14 @@ class Config(Section):
                 f"algo.advantage.estimator {estimator} trains on them too: use a group estimator "
                 "(grpo, dr_grpo, rloo) with algo.advantage.drop_zero_variance, or set "
                 "rollout.dynamic_sampling false"
+            )
+        if self.train.reference_offload and (algo.kl.coef == 0 or self.model.lora.rank):
+            why = (
+                "model.lora scores with the policy itself" if algo.kl.coef else "algo.kl.coef is 0"
+            )
+            raise ValueError(
+                "train.reference_offload would be ignored, since there is no reference model: "
+                f"{why}; set it false"
             )
         if rollout.min_group_size > rollout.n_samples_per_prompt:
             raise ValueError(

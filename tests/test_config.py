@@ -242,3 +242,15 @@ def test_what_may_be_none_is_none_by_default() -> None:
 )
 def test_the_nearest_key(typed: str, meant: str | None) -> None:
     assert nearest_key(typed, known_keys()) == meant
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "algo.kl.coef is 0"),
+        (["--algo.kl.coef", "0.1", "--model.lora.rank", "4"], "model.lora scores with the policy"),
+    ],
+)
+def test_a_reference_that_is_no_second_model_cannot_be_offloaded(argv: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=f"train.reference_offload would be ignored.*{why}"):
+        from_flags("--train.reference_offload", "true", *argv)

@@ -132,8 +132,9 @@ class Learner:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's whole weights by Hugging Face name, tied ones once; LoRA merged.
 
-        Exhaust it before the next call. With one rank the tensors are the learner's own and valid
-        until the next `step`; with more, each is valid until the next is drawn.
+        Exhaust it before the next call. With one rank (without `train.offload all`) the tensors are
+        the learner's own and valid until the next `step`; else each is valid until the next is
+        drawn.
         """
         if self.group.world_size > 1:
             self.group.scatter([("drain_weights", ())] * self.group.world_size)
@@ -141,8 +142,8 @@ class Learner:
         self._collect(None)
 
     def weight_source(self, version: int) -> WeightSource:
-        """The current weights for an engine; live (no copy) with one rank, LoRA merged."""
-        return WeightSource(self.named_weights, version, live=self.group.world_size == 1)
+        """The current weights for an engine, LoRA merged; live (no copy) where they stay whole."""
+        return WeightSource(self.named_weights, version, live=self._worker.keeps_whole)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into `folder`, which exists.

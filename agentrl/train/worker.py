@@ -29,7 +29,7 @@ from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
 from agentrl.train.sharing import shares_prefixes
 from agentrl.train.state import load_rank, save_rank
 from agentrl.train.tree_attention import TREE_ATTENTION
-from agentrl.train.zero import gather_in_buckets, start_scoring, start_training
+from agentrl.train.zero import gather_in_buckets, keeps_whole, start_scoring, start_training
 
 __all__ = ["LearnerWorker", "SampleScores", "StepOutcome"]
 
@@ -83,6 +83,8 @@ class LearnerWorker:
         optimizer = build_optimizer(self.scorer, config.train)
         self.scheduler = build_scheduler(optimizer, config.train)
         world_size = group.world_size
+        self.keeps_whole = keeps_whole(config.train, world_size)
+        """Whether `named_weights` gathers nothing."""
         self.engine = start_training(
             self.scorer, optimizer, self.scheduler, config.train, world_size=world_size
         )
@@ -91,7 +93,9 @@ class LearnerWorker:
             scorer = TokenScorer(reference, temperature=temperature)
             if self.shares_prefixes:
                 reference.set_attn_implementation(TREE_ATTENTION)
-            self.reference_engine = start_scoring(scorer, world_size=world_size)
+            self.reference_engine = start_scoring(
+                scorer, world_size=world_size, offload=config.train.reference_offload
+            )
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
@@ -145,9 +149,9 @@ class LearnerWorker:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's whole weights by Hugging Face name, tied ones once; LoRA merged.
 
-        On one rank they are the learner's own tensors, valid until the next `step`, or new ones
-        where factors were merged; otherwise each is valid until the next is drawn, and every rank
-        must draw them all.
+        Where weights stay whole they are the learner's own tensors, valid until the next `step`, or
+        new ones where factors were merged; otherwise each is valid until the next is drawn, and
+        every rank must draw them all.
         """
         named = policy_names(self.scorer)
         if self.adapter is None:
@@ -155,7 +159,7 @@ class LearnerWorker:
         return self.adapter.merged(self._drawn(self.adapter.merge_order(named)))
 
     def _drawn(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        if self.group.world_size == 1:
+        if self.keeps_whole:
             return ((name, parameter.data) for name, parameter in named)
         return gather_in_buckets(named)
 

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO-3: the only file that knows it.
 
 Parameters, gradients and optimizer state are spread over the ranks. One rank keeps its parameters
-whole between steps, so that an engine in the same process can read them in place.
+whole between steps, so that an engine in the same process can read them in place, unless they are
+to stay in host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config import TrainConfig
 
-__all__ = ["buckets", "gather_in_buckets", "start_scoring", "start_training"]
+__all__ = ["buckets", "gather_in_buckets", "keeps_whole", "start_scoring", "start_training"]
 
 BUCKET_NUMEL = 2**27
 """Elements that are gathered at once when weights leave the learner."""
@@ -39,7 +40,9 @@ def start_training(
     Gradients of backward passes add up until `step`; DeepSpeed divides them by the number of ranks.
     """
     deepspeed = _import_deepspeed()
-    settings = _settings(module, world_size)
+    settings = _settings(module, world_size, offload_weights=config.offload == "all")
+    if config.offload != "none":
+        settings["zero_optimization"]["offload_optimizer"] = _host_memory()
     settings["gradient_clipping"] = config.max_grad_norm
     settings["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(
@@ -49,12 +52,21 @@ def start_training(
     return engine
 
 
-def start_scoring(module: nn.Module, *, world_size: int) -> Any:
-    """Hand a module that is never trained to a DeepSpeed engine. A collective."""
+def start_scoring(module: nn.Module, *, world_size: int, offload: bool = False) -> Any:
+    """Hand a module that is never trained to a DeepSpeed engine. A collective.
+
+    With `offload` its weights stay in host memory and go to the GPU a few at a time.
+    """
     deepspeed = _import_deepspeed()
     module.requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=module, config=_settings(module, world_size))
+    settings = _settings(module, world_size, offload_weights=offload)
+    engine, *_ = deepspeed.initialize(model=module, config=settings)
     return engine
+
+
+def keeps_whole(config: TrainConfig, world_size: int) -> bool:
+    """Whether the parameters of the trained module stay whole between uses."""
+    return world_size == 1 and config.offload != "all"
 
 
 def make_whole(engine: Any) -> None:
@@ -97,8 +109,11 @@ def buckets(
         yield bucket
 
 
-def _settings(module: nn.Module, world_size: int) -> dict[str, Any]:
+def _settings(
+    module: nn.Module, world_size: int, *, offload_weights: bool = False
+) -> dict[str, Any]:
     bfloat16 = next(module.parameters()).dtype == torch.bfloat16
+    whole = world_size == 1 and not offload_weights
     return {
         # Only their product is used, and only for reports: batches are cut elsewhere.
         "train_micro_batch_size_per_gpu": 1,
@@ -109,13 +124,18 @@ def _settings(module: nn.Module, world_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
-            "stage3_param_persistence_threshold": WHOLE if world_size == 1 else 0,
+            "stage3_param_persistence_threshold": WHOLE if whole else 0,
             "stage3_model_persistence_threshold": WHOLE,
             # It replaces torch's linear function for the whole process, which saves nothing
             # where weights stay whole.
-            "memory_efficient_linear": world_size > 1,
+            "memory_efficient_linear": not whole,
+            **({"offload_param": _host_memory()} if offload_weights else {}),
         },
     }
+
+
+def _host_memory() -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
 
 def _import_deepspeed() -> Any:

@@ -46,19 +46,25 @@ CASES: dict[str, dict[str, Any]] = {
     "overlong episodes left out": {"algo": {"loss": {"mask_truncated": True}}},
     "lora": {"algo": {"kl": {"coef": 0.1}}, "model": LORA},
     "lora with values": {"algo": GAE, "model": LORA},
+    "optimizer on the host": {"train": {"offload": "optimizer"}},
+    "all on the host": {
+        "train": {"offload": "all", "reference_offload": True},
+        "algo": {"kl": {"coef": 0.1}},
+    },
+    "lora on the host": {"train": {"offload": "all"}, "model": LORA},
 }
 
 
 def case_config(name: str) -> Config:
     """Two passes of two optimizer steps each, so that ratios leave 1."""
+    case = CASES[name]
+    train = {"lr": 1e-3, "max_tokens_per_gpu": 64, "ppo_epochs": 2, "mini_batches": 2}
+    rollout = {"batch_size": 2, "n_samples_per_prompt": 4, "max_tokens": 64, "max_new_tokens": 64}
     return make_config(
-        **{
-            "train": {"lr": 1e-3, "max_tokens_per_gpu": 64, "ppo_epochs": 2, "mini_batches": 2},
-            "rollout": {"batch_size": 2, "n_samples_per_prompt": 4, "max_tokens": 64,
-                        "max_new_tokens": 64},
-            **CASES[name],
-        }
-    )  # fmt: skip
+        rollout=rollout,
+        train=train | case.get("train", {}),
+        **{key: value for key, value in case.items() if key != "train"},
+    )
 
 
 def batch() -> list[Trajectory]:
