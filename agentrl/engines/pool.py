@@ -150,7 +150,9 @@ class EnginePool(Engine):
 
     async def refresh_stats(self) -> None:
         """Read the metrics of every server that lives."""
-        await asyncio.gather(*(engine.refresh_stats() for engine in self.engines if not engine.dead))
+        await asyncio.gather(
+            *(engine.refresh_stats() for engine in self.engines if not engine.dead)
+        )
 
     def _living(self) -> list[RemoteEngine]:
         living = [e for e in self.engines if not e.dead and e not in self._reviving]

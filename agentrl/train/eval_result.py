@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentrl.types import Trajectory
@@ -36,6 +36,8 @@ class EvalResult:
     unscored: int
     turns_mean: float
     sampled_tokens_mean: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the engine counted, and its mismatch with the policy, by their names in the log."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: NaN becomes None."""

@@ -36,6 +36,7 @@ from agentrl.train.interrupt import Interrupted, StopRequest, ignore_first_signa
 from agentrl.train.learner import Learner, build_learner
 from agentrl.train.loop_state import LoopState
 from agentrl.train.metrics import REWARD, MetricWriter, open_metrics
+from agentrl.train.mismatch import sample_mismatch, samples_to_compare
 from agentrl.train.progress import Progress
 from agentrl.train.refill import sample_until_spread
 from agentrl.train.rundir import RunDir, write_summary
@@ -257,7 +258,14 @@ class TrainingRun:
             rollout = await self._sampler.run(requests)
         self._note_warnings(rollout)
         self._write_trajectories(rollout.outcomes, evaluation=True)
-        return eval_metrics(summarize(rollout.outcomes))
+        engine = self._sampler.engine
+        await engine.refresh_stats()
+        compared = samples_to_compare(rollout.outcomes, self._config.rollout.temperature)
+        metrics = engine_metrics(engine.stats())
+        if compared:
+            metrics |= sample_mismatch(compared, self._learner.logprobs(compared))
+        metrics = {f"eval/{name}": value for name, value in metrics.items()}
+        return metrics | eval_metrics(summarize(rollout.outcomes))
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._state.step % every == 0

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentrl.config import AlgoConfig, Config
-from agentrl.engines.mismatch import mismatch_metrics
 from agentrl.train.batch import Sample, build_samples
 from agentrl.train.learner import Learner
 from agentrl.train.minibatch import mini_batches
+from agentrl.train.mismatch import sample_mismatch
 from agentrl.train.objective import means
 from agentrl.train.preparation import estimate_advantages, score_samples
 from agentrl.train.selection import select_episodes
@@ -108,16 +108,7 @@ def _advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(samples: Sequence[Sample], scores: Sequence[SampleScores]) -> dict[str, float]:
-    """Sampler against learner, on the tokens whose log-probabilities the sampler reported."""
-    pairs = [
-        (sample.sampler_logprobs, score.logprobs)
-        for sample, score in zip(samples, scores, strict=True)
-        if sample.sampler_logprobs is not None
-    ]
-    if not pairs:
-        return {}
-    sampler_N, learner_N = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return mismatch_metrics(sampler_N, learner_N, np.ones(len(learner_N), dtype=np.bool_))
+    return sample_mismatch(samples, [score.logprobs for score in scores])
 
 
 def _concatenate(samples: Sequence[Sample], field: str) -> np.ndarray:
