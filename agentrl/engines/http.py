@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.engines.connections import ManyConnections
 from agentrl.errors import EngineError
 
 __all__ = ["EngineClient", "RequestRefusedError"]
@@ -36,14 +37,11 @@ class EngineClient:
 
     Args:
         url: Base address.
-        max_connections: At least the number of requests that may be in flight at once.
         limit: Seconds that one request may take, unless it names its own.
         api_key: Sent as a bearer token.
     """
 
-    def __init__(
-        self, url: str, *, max_connections: int, limit: float, api_key: str | None = None
-    ) -> None:
+    def __init__(self, url: str, *, limit: float, api_key: str | None = None) -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = limit
@@ -51,11 +49,7 @@ class EngineClient:
             base_url=url,
             headers=headers,
             timeout=httpx.Timeout(limit, connect=10.0, pool=None),
-            limits=httpx.Limits(
-                max_connections=max_connections,
-                max_keepalive_connections=max_connections,
-                keepalive_expiry=KEEPALIVE_SECONDS,
-            ),
+            transport=ManyConnections(keepalive=KEEPALIVE_SECONDS),
             trust_env=False,
         )
 

@@ -318,7 +318,6 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._incarnation += 1
         self._connection = EngineClient(
             self._url,
-            max_connections=2 * self._limits.max_num_seqs + 1024,
             limit=self._limits.request_timeout,
             api_key=self._api_key,
         )
