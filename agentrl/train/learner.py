@@ -145,6 +145,17 @@ class Learner:
         """The current weights for an engine, LoRA merged; live (no copy) where they stay whole."""
         return WeightSource(self.named_weights, version, live=self._worker.keeps_whole)
 
+    def offload(self) -> None:
+        """Give GPU memory to others: weights and states wait in host memory until `reload`.
+
+        Nothing else may be called meanwhile. Without a GPU there is nothing to give.
+        """
+        self._call("offload", [()] * self.group.world_size)
+
+    def reload(self) -> None:
+        """Take back what `offload` gave; the learner goes on as if nothing had been."""
+        self._call("reload", [()] * self.group.world_size)
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into `folder`, which exists.
 

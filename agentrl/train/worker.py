@@ -24,12 +24,20 @@ from agentrl.models.lora import Adapter
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
+from agentrl.train.offload import HostCopy
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
 from agentrl.train.sharing import shares_prefixes
 from agentrl.train.state import load_rank, save_rank
 from agentrl.train.tree_attention import TREE_ATTENTION
-from agentrl.train.zero import gather_in_buckets, keeps_whole, start_scoring, start_training
+from agentrl.train.zero import (
+    gather_in_buckets,
+    keeps_whole,
+    move_back,
+    move_to_host,
+    start_scoring,
+    start_training,
+)
 
 __all__ = ["LearnerWorker", "SampleScores", "StepOutcome"]
 
@@ -89,6 +97,7 @@ class LearnerWorker:
             self.scorer, optimizer, self.scheduler, config.train, world_size=world_size
         )
         self.reference_engine = None
+        self._away: HostCopy | None = None
         if reference is not None:
             scorer = TokenScorer(reference, temperature=temperature)
             if self.shares_prefixes:
@@ -209,11 +218,27 @@ class LearnerWorker:
         if self.group.rank == 0:
             self.adapter.save(folder, factors)
 
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to the host, where they are on a GPU."""
+        if self.group.device.type == "cuda" and self._away is None:
+            self._away = move_to_host(self.engines, self.group.device)
+
+    def reload(self) -> None:
+        """Move back what `offload` moved away."""
+        if self._away is not None:
+            move_back(self.engines, self._away)
+            self._away = None
+
+    @property
+    def engines(self) -> list[Any]:
+        """DeepSpeed's: of the policy, and of the reference where it is a model of its own."""
+        both = (self.engine, self.reference_engine)
+        return [engine for engine in both if engine is not None]
+
     def close(self) -> None:
         """Free what DeepSpeed holds."""
-        for engine in (self.engine, self.reference_engine):
-            if engine is not None:
-                engine.destroy()
+        for engine in self.engines:
+            engine.destroy()
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> list[SampleScores]:
         engine.eval()

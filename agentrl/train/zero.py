@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config import TrainConfig
+from agentrl.train.offload import HostCopy
 
-__all__ = ["buckets", "gather_in_buckets", "keeps_whole", "start_scoring", "start_training"]
+__all__ = [
+    "buckets",
+    "gather_in_buckets",
+    "keeps_whole",
+    "move_back",
+    "move_to_host",
+    "start_scoring",
+    "start_training",
+]
 
 BUCKET_NUMEL = 2**27
 """Elements that are gathered at once when weights leave the learner."""
@@ -74,6 +83,41 @@ def make_whole(engine: Any) -> None:
     persistent = engine.optimizer.persistent_parameters
     if persistent:
         persistent[0].all_gather(persistent)
+
+
+def move_to_host(engines: Iterable[Any], device: torch.device) -> HostCopy:
+    """Give back all memory of `device` that engines hold between uses; `move_back` undoes it.
+
+    Nothing else may be asked of the engines meanwhile. A collective.
+    """
+    held: list[Tensor] = []
+    for engine in engines:
+        persistent = engine.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+        held += _held_tensors(engine)
+    return HostCopy(tensor for tensor in held if tensor.device == device)
+
+
+def move_back(engines: Iterable[Any], copy: HostCopy) -> None:
+    """Take back what `move_to_host` gave. A collective."""
+    copy.restore()
+    for engine in engines:
+        make_whole(engine)
+
+
+def _held_tensors(engine: Any) -> Iterator[Tensor]:
+    """The parts of the parameters and, where the engine trains, the float32 weights, the
+    optimizer's state and the buffers of gradients."""
+    yield from (parameter.ds_tensor for parameter in engine.module.parameters())
+    zero = engine.optimizer
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        return
+    yield from zero.fp32_partitioned_groups_flat
+    yield zero.grad_partitions_flat_buffer
+    yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
+    for state in zero.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def gather_in_buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
