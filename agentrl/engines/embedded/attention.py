@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from agentrl.engines.embedded.families import Families, attend_in_families
 from agentrl.engines.embedded.kv_cache import KVCache, flat_positions
 from agentrl.errors import EngineError
 
@@ -44,6 +45,8 @@ class AttentionPlan:
     visible: int
     num_rows: int
     dtype: torch.dtype
+    families: Families | None = None
+    """Set where one new token for each row is computed and reading shared prefixes once pays."""
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
     _writes: dict[int, Tensor] = field(default_factory=dict)
 
@@ -120,6 +123,10 @@ def _slot_attention(
     # not repeated: [B, G*H, W, D] -> [B, H, G*W, D].
     groups = query_heads // heads
     block = query.reshape(rows, heads, groups * width, size)
+    if plan.families is not None and sliding_window is None and value.shape[-1] == size:
+        scale = size**-0.5 if scaling is None else scaling
+        out = attend_in_families(block, keys, values, plan.families, scale)
+        return out.reshape(rows, query_heads, width, size).transpose(1, 2).contiguous(), None
     mask = plan.mask(sliding_window)
     if groups > 1 and width > 1:
         mask = mask.repeat(1, 1, groups, 1)

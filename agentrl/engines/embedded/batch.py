@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from agentrl.engines.embedded.families import Family, find_families
 from agentrl.engines.embedded.prefill import plan_prefill
 from agentrl.engines.embedded.request import Request
 from agentrl.engines.embedded.runner import ModelRunner
@@ -45,6 +46,7 @@ class RunningBatch:
         self._running: dict[int, Request] = {}
         self._slots: NDArray[np.int64] | None = None
         self._sampling: SamplingBatch | None = None
+        self._families: list[Family] | None = None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -134,7 +136,13 @@ class RunningBatch:
         table, slots = self._table, self._slots
         positions = table.length[slots]
         table.reserve(int(positions.max()) + 2)
-        logits = self._runner.next_logits(slots, positions, table.tokens[slots, positions])
+        if self._families is None:
+            # A GPU reads faster than the calls of families begin.
+            on_cpu = self._runner.device.type == "cpu"
+            self._families = find_families(table.tokens[slots], positions) if on_cpu else []
+        logits = self._runner.next_logits(
+            slots, positions, table.tokens[slots, positions], self._families
+        )
         counts = np.array([len(request.token_ids) for request in requests], dtype=np.uint64)
         tokens, logprobs = sample(logits, self._sampling, counts, _forbidden(requests))
         if not np.isfinite(logprobs).all():
@@ -160,6 +168,7 @@ class RunningBatch:
     def _membership_changed(self) -> None:
         self._slots = None
         self._sampling = None
+        self._families = None
 
 
 def _forbidden(requests: Sequence[Request]) -> tuple[list[int], list[int]] | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.engines.embedded.attention import AttentionPlan
+from agentrl.engines.embedded.families import Families, Family
 from agentrl.engines.embedded.kv_cache import KVCache
 from agentrl.engines.embedded.prefill import Span
 
@@ -49,11 +50,19 @@ class ModelRunner:
         return sum(end - start for _, start, end in spans)
 
     def next_logits(
-        self, slots: NDArray[np.int64], positions: NDArray[np.int64], ids: NDArray[np.int32]
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        families: list[Family],
     ) -> Tensor:
-        """Logits [B, V] of the token after `ids` [B] at `positions` [B]; slots ascend."""
+        """Logits [B, V] of the token after `ids` [B] at `positions` [B]; slots ascend.
+
+        `families` says which rows to compute together, none if that does not pay.
+        """
         self.cache.reserve(int(slots[-1]) + 1, int(positions.max()) + 1)
-        output = self._forward(self._model, slots, positions[:, None], ids[:, None])
+        decoding = Families(families, slots, positions, self._model.dtype) if families else None
+        output = self._forward(self._model, slots, positions[:, None], ids[:, None], decoding)
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     def _forward(
@@ -62,6 +71,7 @@ class ModelRunner:
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
         ids: NDArray[np.int32],
+        families: Families | None = None,
     ) -> Any:
         device = self.device
         positions_BW = torch.from_numpy(positions).to(device)
@@ -72,6 +82,7 @@ class ModelRunner:
             visible=int(positions.max()) + 1,
             num_rows=int(slots[-1]) + 1,
             dtype=self._model.dtype,
+            families=families,
         )
         return module(
             input_ids=torch.from_numpy(ids.astype(np.int64)).to(device),
