@@ -9,7 +9,8 @@ stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -149,7 +150,7 @@ class TrainingRun:
             learner.policy_config,
             self._tokenizer,
             run_dir=run.path,
-            save_model=self._save_model,
+            save_model=self._save_first_model,
         )
         self._sampler = Sampler(
             config, executor, engine, self._tokenizer, learner.generation_config
@@ -186,9 +187,6 @@ class TrainingRun:
     async def _step(self) -> dict[str, float]:
         """Sample a batch, learn from it, push the weights: one step."""
         rollout = await self._sample()
-        if self._config.engine.enable_sleep:
-            with self._progress.phase("sleep"):
-                await self._sampler.engine.sleep(self._config.engine.sleep_level)
         with self._progress.phase("update"):
             update = policy_update(self._learner, rollout.trajectories, self._config)
         self._state.step += 1
@@ -211,7 +209,7 @@ class TrainingRun:
 
     async def _sample(self) -> RolloutResult:
         settings = self._config.rollout
-        with self._progress.phase("rollout"):
+        async with self._engine_turn("rollout"):
             if settings.dynamic_sampling:
                 rollout = await sample_until_spread(
                     self._sample_groups, settings, self._config.algo
@@ -242,8 +240,22 @@ class TrainingRun:
             if self._config.engine.enable_sleep:
                 await engine.wake(("weights",))
             await engine.update_weights(source)
-            if self._config.engine.enable_sleep:
-                await engine.wake(("kv_cache",))
+
+    @asynccontextmanager
+    async def _engine_turn(self, phase: str) -> AsyncIterator[None]:
+        """Sample in this block, after `_push_weights`. Where engine and learner share GPUs, the
+        learner's states wait on the host meanwhile, and the engine sleeps afterwards."""
+        shared = self._config.engine.enable_sleep
+        if shared:
+            with self._progress.phase("sleep"):
+                self._learner.offload()
+                await self._sampler.engine.wake(("kv_cache",))
+        with self._progress.phase(phase):
+            yield
+        if shared:
+            with self._progress.phase("sleep"):
+                await self._sampler.engine.sleep(self._config.engine.sleep_level)
+                self._learner.reload()
 
     async def _evaluate(self) -> dict[str, float]:
         """Sample every example of the evaluation set."""
@@ -254,8 +266,10 @@ class TrainingRun:
             self._config.train.eval_samples_per_prompt,
             prefix=f"eval-{step:06d}-",
         )
-        with self._progress.phase("eval"):
+        async with self._engine_turn("eval"):
             rollout = await self._sampler.run(requests)
+        if self._config.engine.enable_sleep:
+            await self._push_weights()
         self._note_warnings(rollout)
         self._write_trajectories(rollout.outcomes, evaluation=True)
         engine = self._sampler.engine
@@ -305,6 +319,15 @@ class TrainingRun:
     def _save_model(self, path: Path) -> None:
         with write_atomically(path) as folder:
             self._learner.save_pretrained(folder)
+
+    def _save_first_model(self, path: Path) -> None:
+        """Write what servers start from."""
+        if self._config.sends_adapter and self._state.step:
+            raise UsageError(
+                f"{path} is gone, the model that the servers load the LoRA adapter beside: name "
+                "the folder of the base model with --model.path, or set engine.lora merged"
+            )
+        self._save_model(path)
 
     def _stop(self, signum: int) -> None:
         if self._saved_step < self._state.step:
