@@ -1,12 +1,14 @@
 """The learner's state on disk: one file for each rank, plain tensors and numbers only.
 
-A file holds what the rank owns: its part of the float32 weights and of the optimizer's moments, the
-schedule, and the states of the random generators. Saving waits for no other rank, so that a rank
-that cannot write fails alone and says so.
+A file holds what the rank owns: its part of the float32 weights and of the optimizer's moments, by
+the names of the parameters, the schedule, and the states of the random generators. Saving waits for
+no other rank, so that a rank that cannot write fails alone and says so. Loading cuts the parts
+anew where there are now more or fewer ranks.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.errors import UsageError
+from agentrl.train.partition import Sizes, join_parts, recut, split_parts
 
 __all__ = ["load_rank", "random_state", "save_rank", "set_random_state", "write_tensors"]
 
@@ -31,13 +35,25 @@ def save_rank(
     Raises:
         OSError: it cannot be written.
     """
-    zero = engine.optimizer.state_dict()
+    zero, sizes = engine.optimizer.state_dict(), _sizes(engine)
+    parts: dict[str, dict[str, Tensor]] = {}
+    scalars: dict[str, Any] = {}
+    for group, flat in zip(sizes, zero[_WEIGHTS], strict=True):
+        parts.setdefault("weights", {}).update(split_parts(flat.detach(), group, world_size))
+    for group, state in zip(sizes, _states(engine, zero), strict=True):
+        for key, value in state.items():
+            if _is_scalar(value):
+                scalars[key] = value
+            else:
+                parts.setdefault(key, {}).update(split_parts(value, group, world_size))
     write_tensors(
         _path(folder, rank),
         {
             "world_size": world_size,
-            "weights": zero[_WEIGHTS],
-            "optimizer": zero[_OPTIMIZER],
+            "numels": {name: numel for group in sizes for name, numel in group},
+            "parts": parts,
+            "scalars": scalars,
+            "groups": [_settings(group) for group in zero[_OPTIMIZER]["param_groups"]],
             "scheduler": scheduler.state_dict(),
             "random": random_state(),
         },
@@ -47,25 +63,74 @@ def save_rank(
 def load_rank(
     folder: Path, engine: Any, scheduler: LRScheduler, rank: int, world_size: int
 ) -> None:
-    """Take back what `save_rank` wrote; the parameters of the module follow. A collective.
+    """Take back what `save_rank` wrote, on as many ranks as there are now; the parameters of the
+    module follow. A collective.
 
     Raises:
-        UsageError: there is no such file, it is broken, or it is of another number of ranks or of
-            another model.
+        UsageError: there is no such file, one is broken, or they are of another model.
     """
-    saved = _read(_path(folder, rank), world_size)
-    zero = engine.optimizer.state_dict()
-    if [w.shape for w in zero[_WEIGHTS]] != [w.shape for w in saved["weights"]]:
+    saved, sizes = _SavedState(folder), _sizes(engine)
+    mine = saved.file(rank % saved.world_size)
+    if mine["numels"] != {name: numel for group in sizes for name, numel in group}:
         raise UsageError(
             f"The checkpoint {folder} is of a model with other shapes: "
             "resume with the --model.path that it was trained with."
         )
-    zero |= {_WEIGHTS: saved["weights"], _OPTIMIZER: saved["optimizer"]}
+    zero = engine.optimizer.state_dict()
+    flats = {
+        kind: [saved.flat(kind, group, rank, world_size) for group in sizes]
+        for kind in mine["parts"]
+    }
+    weights = flats.pop("weights")
+    states = [
+        # Each counts its own steps, and the optimizer would take a tensor as it is.
+        {key: values[i] for key, values in flats.items()} | copy.deepcopy(mine["scalars"])
+        for i in range(len(sizes))
+    ]
+    own = zero[_OPTIMIZER]["param_groups"]
+    optimizer = {
+        "state": {index: states[i] for i, index in enumerate(_indices(engine)) if states[i]},
+        "param_groups": [
+            old | {"params": group["params"]}
+            for old, group in zip(mine["groups"], own, strict=True)
+        ],
+    }
+    zero |= {_WEIGHTS: weights, _OPTIMIZER: optimizer}
     engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({rank: zero})
     engine.optimizer.checkpoint_event_epilogue()
-    scheduler.load_state_dict(saved["scheduler"])
-    set_random_state(saved["random"])
+    scheduler.load_state_dict(mine["scheduler"])
+    set_random_state(mine["random"])
+
+
+def _sizes(engine: Any) -> list[Sizes]:
+    """What each flat tensor of the engine is made of."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return [
+        [(names[id(parameter)], parameter.ds_numel) for parameter in group]
+        for group in engine.optimizer.fp16_groups
+    ]
+
+
+def _indices(engine: Any) -> list[int]:
+    """By which number the optimizer's state dictionary knows each flat tensor."""
+    owners = engine.optimizer.sub_group_to_group_id
+    order = sorted(range(len(owners)), key=lambda i: owners[i])
+    return [order.index(i) for i in range(len(owners))]
+
+
+def _states(engine: Any, zero: dict[str, Any]) -> list[dict[str, Any]]:
+    """The optimizer's state of each flat tensor; empty before the first step."""
+    states = zero[_OPTIMIZER]["state"]
+    return [states.get(index, {}) for index in _indices(engine)]
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def random_state() -> dict[str, Any]:
@@ -104,17 +169,38 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"learner-rank-{rank:05d}.pt"
 
 
-def _read(path: Path, world_size: int) -> dict[str, Any]:
-    try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UsageError(
-            f"The learner's state {path} cannot be read: resume from another checkpoint, "
-            "with as many ranks as it was saved with."
-        ) from error
-    if saved["world_size"] != world_size:
-        raise UsageError(
-            f"The checkpoint {path.parent} was saved by {saved['world_size']} ranks and this run "
-            f"has {world_size}: resume with torchrun --nproc-per-node {saved['world_size']}."
-        )
-    return saved
+class _SavedState:
+    """The files of a checkpoint. Each is mapped when it is first needed, not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, dict[str, Any]] = {}
+        self.world_size: int = self.file(0)["world_size"]
+
+    def file(self, rank: int) -> dict[str, Any]:
+        """What `rank` had saved."""
+        if rank not in self._files:
+            path = _path(self._folder, rank)
+            try:
+                self._files[rank] = torch.load(
+                    path, map_location="cpu", weights_only=True, mmap=True
+                )
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise UsageError(
+                    f"The learner's state {path} cannot be read: resume from another checkpoint."
+                ) from error
+        return self._files[rank]
+
+    def flat(self, kind: str, sizes: Sizes, rank: int, ranks: int) -> Tensor:
+        """The flat tensor of one of `ranks`, in the order of `sizes`."""
+
+        def part(name: str, numel: int) -> Tensor:
+            return recut(
+                lambda old_rank: self.file(old_rank)["parts"][kind][name],
+                numel,
+                old_ranks=self.world_size,
+                rank=rank,
+                ranks=ranks,
+            )
+
+        return join_parts(part, sizes)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from learner_parts import make_config
 
 from agentrl.engines.remote import RemoteEngine

@@ -60,17 +60,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     other.close()
 
 
-def test_a_checkpoint_of_another_number_of_ranks_says_how_to_resume(tmp_path: Path):
-    subject = learner()
-    subject.save(tmp_path)
-    (file,) = tmp_path.iterdir()
-    state = torch.load(file, weights_only=True)
-    torch.save(state | {"world_size": 4}, file)
-    with pytest.raises(UsageError, match="torchrun --nproc-per-node 4"):
-        subject.load(tmp_path)
-    subject.close()
-
-
 def test_a_folder_that_cannot_be_written_is_a_save_error(tmp_path: Path):
     subject = learner()
     with pytest.raises(SaveError, match="could not write"):

@@ -7,7 +7,7 @@ import torch
 from learner_parts import full_logprobs, small_llama
 from rank_pair import run_on_two_ranks
 from transformers import AutoModelForCausalLM
-from two_ranks import build, train_five_steps, two_rank_config, unequal_samples
+from two_ranks import build, train_steps, two_rank_config, unequal_samples
 
 from agentrl.train.losses import clipped_policy_loss, kl_penalty
 
@@ -15,6 +15,13 @@ from agentrl.train.losses import clipped_policy_loss, kl_penalty
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
+    learner, samples = build(), unequal_samples()
+    reference = learner.reference_logprobs(samples)
+    samples = [s.with_fields(reference_logprobs=r) for s, r in zip(samples, reference, strict=True)]
+    train_steps(learner, samples, 3)
+    (folder / "one-rank").mkdir()
+    learner.save(folder / "one-rank")
+    learner.close()
     run_on_two_ranks("two_ranks.py", folder)
     return folder
 
@@ -60,7 +67,7 @@ def test_five_steps_on_two_ranks_equal_those_of_plain_torch(two_ranks: dict, sam
 
 def test_five_steps_on_two_ranks_equal_those_on_one(two_ranks: dict, samples):
     learner = build()
-    train_five_steps(learner, samples)
+    train_steps(learner, samples)
     for name, weight in learner.named_weights():
         torch.testing.assert_close(two_ranks["weights"][name], weight, atol=2e-5, rtol=0)
     learner.close()
@@ -83,6 +90,22 @@ def test_two_ranks_resume_from_their_own_states_bit_for_bit(two_ranks: dict):
     assert two_ranks["norms"] == two_ranks["norms_again"]
     for name, weight in two_ranks["weights"].items():
         assert torch.equal(weight, two_ranks["weights_again"][name]), name
+
+
+def test_two_ranks_go_on_from_the_state_of_one(two_ranks: dict):
+    assert two_ranks["steps_from_one"] == 5
+    for name, weight in two_ranks["weights"].items():
+        torch.testing.assert_close(two_ranks["weights_from_one"][name], weight, atol=2e-5, rtol=0)
+
+
+def test_one_rank_goes_on_from_the_states_of_two(two_ranks: dict, samples, folder: Path):
+    learner = build()
+    learner.load(folder / "two-ranks")
+    train_steps(learner, samples, 2)
+    assert learner.optimizer_steps == 5
+    for name, weight in learner.named_weights():
+        torch.testing.assert_close(two_ranks["weights"][name], weight, atol=2e-5, rtol=0)
+    learner.close()
 
 
 def test_a_rank_that_cannot_write_is_reported_and_the_others_go_on(two_ranks: dict):

@@ -1,4 +1,7 @@
-"""Run under torchrun: five steps on two ranks, written to the folder given as argument."""
+"""Run under torchrun: five steps on two ranks, written to the folder given as argument.
+
+In the folder `one-rank` is the state of one rank after three steps, on which two ranks go on.
+"""
 
 import sys
 from pathlib import Path
@@ -30,9 +33,9 @@ def two_rank_config():
     )
 
 
-def train_five_steps(learner: Learner, samples: list[Sample]) -> list[float]:
+def train_steps(learner: Learner, samples: list[Sample], count: int = 5) -> list[float]:
     norms = []
-    for _ in range(5):
+    for _ in range(count):
         learner.forward_backward(samples, learner.config.algo)
         norms.append(learner.step().grad_norm)
     return norms
@@ -49,7 +52,7 @@ def drive(learner: Learner, folder: Path) -> None:
     samples = [s.with_fields(reference_logprobs=r) for s, r in zip(samples, reference, strict=True)]
     (folder / "state").mkdir()
     learner.save(folder / "state")
-    norms = train_five_steps(learner, samples)
+    norms = train_steps(learner, samples)
     weights = {name: weight.clone() for name, weight in learner.named_weights()}
     learner.save_pretrained(folder / "model")
     failed = None
@@ -58,8 +61,14 @@ def drive(learner: Learner, folder: Path) -> None:
     except SaveError as error:
         failed = str(error)
     learner.load(folder / "state")
-    again = train_five_steps(learner, samples)
+    again = train_steps(learner, samples, 3)
+    (folder / "two-ranks").mkdir()
+    learner.save(folder / "two-ranks")
+    again += train_steps(learner, samples, 2)
     repeated = {name: weight.clone() for name, weight in learner.named_weights()}
+    learner.load(folder / "one-rank")
+    train_steps(learner, samples, 2)
+    taken_over = {name: weight.clone() for name, weight in learner.named_weights()}
     torch.save(
         {
             "first": [torch.from_numpy(x) for x in first],
@@ -68,6 +77,8 @@ def drive(learner: Learner, folder: Path) -> None:
             "norms_again": again,
             "weights": weights,
             "weights_again": repeated,
+            "weights_from_one": taken_over,
+            "steps_from_one": learner.optimizer_steps,
             "save_error": failed,
             "live": learner.weight_source(1).live,
         },
