@@ -25,7 +25,9 @@ def part_numel(numel: int, ranks: int) -> int:
 def split_parts(flat_P: Tensor, sizes: Sizes, ranks: int) -> dict[str, Tensor]:
     """Views of a rank's flat tensor: its part of each parameter, by name."""
     lengths = [part_numel(numel, ranks) for _, numel in sizes]
-    return dict(zip((name for name, _ in sizes), flat_P.split(lengths), strict=True))
+    return dict(
+        zip((name for name, _ in sizes), torch.split_with_sizes(flat_P, lengths), strict=True)
+    )
 
 
 def join_parts(part: Callable[[str, int], Tensor], sizes: Sizes) -> Tensor:
