@@ -27,7 +27,7 @@ from agentrl.config_base import (
     PositiveInt,
     Section,
 )
-from agentrl.config_engine import EngineConfig, refuse_temperature
+from agentrl.config_engine import VLLM_LORA_RANKS, EngineConfig, refuse_temperature
 from agentrl.config_model import LoraConfig, ModelConfig
 
 __all__ = [
@@ -166,8 +166,9 @@ class TrainConfig(Section):
     """Of weights, sampling and the order of examples."""
     lr: PositiveFloat = 1e-6
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run, to 0 (constant: not)."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps in which the learning rate rises to `lr`."""
+    """Training steps in which the learning rate rises to `lr`."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -274,12 +275,30 @@ class Config(Section):
         if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)
         self._check_logprobs()
+        self._check_lora()
         refuse_temperature(self.engine.kind, rollout.temperature)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
         if self.engine.script is not None and self.engine.kind != "scripted":
             raise ValueError("engine.script is set but engine.kind is not scripted: remove it")
         return self
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether engines get the LoRA adapter alone rather than all weights."""
+        engine = self.engine
+        return self.model.lora.rank > 0 and engine.kind == "vllm" and engine.lora != "merged"
+
+    def _check_lora(self) -> None:
+        if self.model.lora.rank == 0:
+            self.engine._refuse_ignored("engine", {"lora"}, "model.lora.rank is 0: no LoRA")
+        if self.sends_adapter:
+            self.engine.check_adapter()
+            if self.model.lora.rank > VLLM_LORA_RANKS[-1]:
+                raise ValueError(
+                    f"model.lora.rank {self.model.lora.rank} is more than vLLM takes "
+                    f"({VLLM_LORA_RANKS[-1]}): lower it, or set engine.lora merged"
+                )
 
     @property
     def sampler_logprobs_share(self) -> float:

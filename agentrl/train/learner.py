@@ -77,7 +77,7 @@ class Learner:
     @property
     def optimizer_steps(self) -> int:
         """How often the weights were updated, over all runs that were resumed."""
-        return self._worker.scheduler.last_epoch
+        return self._worker.optimizer_steps
 
     def follow(self) -> None:
         """Do this rank's share of every call that rank 0 makes, until it closes the learner."""
@@ -120,13 +120,16 @@ class Learner:
         scores = _in_order(plan, [scores for _, scores in results], len(samples))
         return add_sums(sums for sums, _ in results), scores
 
-    def step(self) -> StepOutcome:
+    def step(self, lr_scale: float = 1.0) -> StepOutcome:
         """Update the weights with the accumulated gradient, clipped to `train.max_grad_norm`.
+
+        Args:
+            lr_scale: what the configured learning rate is multiplied by (`optimizer.lr_scale`).
 
         Raises:
             TrainingError: the gradient was not finite.
         """
-        outcome: StepOutcome = self._call("step", [()] * self.group.world_size)[0]
+        outcome: StepOutcome = self._call("step", [(lr_scale,)] * self.group.world_size)[0]
         return outcome
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +160,7 @@ class Learner:
         self._call("reload", [()] * self.group.world_size)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and random states into `folder`, which exists.
+        """Write weights, optimizer and random states into `folder`, which exists.
 
         Raises:
             SaveError: a rank could not write.
@@ -165,10 +168,11 @@ class Learner:
         self._call("save", [(folder,)] * self.group.world_size)
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote with the same model and number of ranks, bit for bit.
+        """Take back what `save` wrote with the same model: bit for bit on as many ranks, and with
+        the same optimizer state on any number.
 
         Raises:
-            UsageError: the state is missing, broken, or of another model or number of ranks.
+            UsageError: the state is missing, broken, or of another model.
         """
         self._call("load", [(folder,)] * self.group.world_size)
 

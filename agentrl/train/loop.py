@@ -188,7 +188,9 @@ class TrainingRun:
         """Sample a batch, learn from it, push the weights: one step."""
         rollout = await self._sample()
         with self._progress.phase("update"):
-            update = policy_update(self._learner, rollout.trajectories, self._config)
+            update = policy_update(
+                self._learner, rollout.trajectories, self._config, step=self._state.step
+            )
         self._state.step += 1
         await self._push_weights()
         self._state.cursor = self._cursor.state_dict()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from agentrl.config import TrainConfig
 
-__all__ = ["build_optimizer", "build_scheduler", "optimizer_steps"]
+__all__ = ["build_optimizer", "lr_scale"]
 
 
-def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) of torch; biases and norms are not decayed.
+def build_optimizer(
+    module: nn.Module, config: TrainConfig, *, lr: float | None = None
+) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) of torch; biases and norms are not decayed. `lr` is `train.lr`
+    unless it is given.
 
     Call it before the parameters are partitioned, when their shapes still tell them apart. It is
     torch's own on every device: DeepSpeed's CPU Adam does not resume bit for bit.
@@ -24,23 +27,23 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas
+        [group for group in groups if group["params"]], lr=lr or config.lr, betas=config.betas
     )
 
 
-def optimizer_steps(config: TrainConfig) -> int:
-    """Optimizer steps of a whole run, however many turns its episodes have."""
-    return config.max_steps * config.ppo_epochs * config.mini_batches
+def lr_scale(progress: float, config: TrainConfig) -> float:
+    """What the learning rate is multiplied by after `progress` training steps.
 
-
-def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """Linear warm-up from 0 over `warmup_steps` optimizer steps, then as `lr_scheduler` says."""
-    # Under its plain name transformers' constant schedule would ignore the warm-up.
-    name = "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler
-    scheduler: LRScheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=optimizer_steps(config),
-    )
-    return scheduler
+    Linear warm-up from 0 over `train.warmup_steps`, then as `train.lr_scheduler` says, down to 0
+    after `train.max_steps`. The optimizer steps of one training step have parts of it: the second
+    of four in the first one is at 0.25. So a run decays over its whole length however few optimizer
+    steps its batches make.
+    """
+    if progress < config.warmup_steps:
+        return progress / config.warmup_steps
+    if config.lr_scheduler == "constant":
+        return 1.0
+    left = (config.max_steps - progress) / max(config.max_steps - config.warmup_steps, 1)
+    if config.lr_scheduler == "linear":
+        return max(left, 0.0)
+    return 0.5 * (1.0 + math.cos(math.pi * (1.0 - max(left, 0.0))))

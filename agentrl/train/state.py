@@ -1,7 +1,7 @@
 """The learner's state on disk: one file for each rank, plain tensors and numbers only.
 
 A file holds what the rank owns: its part of the float32 weights and of the optimizer's moments, by
-the names of the parameters, the schedule, and the states of the random generators. Saving waits for
+the names of the parameters, and the states of the random generators. Saving waits for
 no other rank, so that a rank that cannot write fails alone and says so. Loading cuts the parts
 anew where there are now more or fewer ranks.
 """
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.errors import UsageError
 from agentrl.train.partition import Sizes, join_parts, recut, split_parts
@@ -27,9 +26,7 @@ __all__ = ["load_rank", "random_state", "save_rank", "set_random_state", "write_
 _WEIGHTS, _OPTIMIZER = "fp32_flat_groups", "optimizer_state_dict"
 
 
-def save_rank(
-    folder: Path, engine: Any, scheduler: LRScheduler, rank: int, world_size: int
-) -> None:
+def save_rank(folder: Path, engine: Any, optimizer_steps: int, rank: int, world_size: int) -> None:
     """Write this rank's file into `folder`, which exists.
 
     Raises:
@@ -54,17 +51,18 @@ def save_rank(
             "parts": parts,
             "scalars": scalars,
             "groups": [_settings(group) for group in zero[_OPTIMIZER]["param_groups"]],
-            "scheduler": scheduler.state_dict(),
+            "optimizer_steps": optimizer_steps,
             "random": random_state(),
         },
     )
 
 
-def load_rank(
-    folder: Path, engine: Any, scheduler: LRScheduler, rank: int, world_size: int
-) -> None:
+def load_rank(folder: Path, engine: Any, rank: int, world_size: int) -> int:
     """Take back what `save_rank` wrote, on as many ranks as there are now; the parameters of the
     module follow. A collective.
+
+    Returns:
+        The number of optimizer steps that it was saved with.
 
     Raises:
         UsageError: there is no such file, one is broken, or they are of another model.
@@ -99,8 +97,9 @@ def load_rank(
     engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({rank: zero})
     engine.optimizer.checkpoint_event_epilogue()
-    scheduler.load_state_dict(mine["scheduler"])
     set_random_state(mine["random"])
+    steps: int = mine["optimizer_steps"]
+    return steps
 
 
 def _sizes(engine: Any) -> list[Sizes]:
@@ -150,8 +149,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator, device)
 
 
 def write_tensors(path: Path, value: Any) -> None:

@@ -17,6 +17,7 @@ from agentrl.train.learner import Learner
 from agentrl.train.minibatch import mini_batches
 from agentrl.train.mismatch import sample_mismatch
 from agentrl.train.objective import means
+from agentrl.train.optimizer import lr_scale
 from agentrl.train.preparation import estimate_advantages, score_samples
 from agentrl.train.selection import select_episodes
 from agentrl.train.shaping import shape_rewards
@@ -27,9 +28,9 @@ __all__ = ["policy_update"]
 
 
 def policy_update(
-    learner: Learner, trajectories: Sequence[Trajectory], config: Config
+    learner: Learner, trajectories: Sequence[Trajectory], config: Config, *, step: int = 0
 ) -> dict[str, float]:
-    """Train the learner on one batch.
+    """Train the learner on one batch, `step` training steps after the first.
 
     When no episode is left to train on, nothing changes: the optimizer makes no step, and
     `policy/skipped_updates` is 1.
@@ -57,8 +58,10 @@ def policy_update(
         metrics |= _mismatch(samples, scores)
     steps: list[dict[str, float]] = []
     seed = (config.train.seed, learner.optimizer_steps)
-    for chosen in mini_batches(samples, config, seed=seed):
-        step_metrics, step_scores = _optimizer_step(learner, chosen, config.algo)
+    batches = list(mini_batches(samples, config, seed=seed))
+    for index, chosen in enumerate(batches):
+        scale = lr_scale(step + index / len(batches), config.train)
+        step_metrics, step_scores = _optimizer_step(learner, chosen, config.algo, scale)
         if scores is None and not steps:  # the first step's are of the weights that sampled
             metrics |= _mismatch(chosen, step_scores)
         steps.append(step_metrics)
@@ -71,10 +74,10 @@ def policy_update(
 
 
 def _optimizer_step(
-    learner: Learner, samples: Sequence[Sample], algo: AlgoConfig
+    learner: Learner, samples: Sequence[Sample], algo: AlgoConfig, scale: float
 ) -> tuple[dict[str, float], list[SampleScores]]:
     sums, scores = learner.forward_backward(samples, algo)
-    outcome = learner.step()
+    outcome = learner.step(scale)
     return {**means(sums), "grad_norm": outcome.grad_norm, "lr": outcome.lr}, scores
 
 

@@ -25,7 +25,7 @@ from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
 from agentrl.train.offload import HostCopy
-from agentrl.train.optimizer import build_optimizer, build_scheduler
+from agentrl.train.optimizer import build_optimizer
 from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
 from agentrl.train.sharing import shares_prefixes
 from agentrl.train.state import load_rank, save_rank
@@ -89,13 +89,12 @@ class LearnerWorker:
         if config.train.gradient_checkpointing:
             policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
-        self.scheduler = build_scheduler(optimizer, config.train)
         world_size = group.world_size
         self.keeps_whole = keeps_whole(config.train, world_size)
         """Whether `named_weights` gathers nothing."""
-        self.engine = start_training(
-            self.scorer, optimizer, self.scheduler, config.train, world_size=world_size
-        )
+        self.engine = start_training(self.scorer, optimizer, config.train, world_size=world_size)
+        self.lr = config.train.lr
+        self.optimizer_steps = 0
         self.reference_engine = None
         self._away: HostCopy | None = None
         if reference is not None:
@@ -138,13 +137,15 @@ class LearnerWorker:
             scores.append(_split(token_scores, micro_batch))
         return add_sums(sums), scores
 
-    def step(self) -> StepOutcome:
+    def step(self, lr_scale: float = 1.0) -> StepOutcome:
         """Clip the accumulated gradient, update the weights and forget the gradient.
 
         Raises:
             TrainingError: the gradient was not finite.
         """
-        lr = float(self.scheduler.get_last_lr()[0])
+        lr = self.lr * lr_scale
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         grad_norm = float(self.engine.get_global_grad_norm())
@@ -153,6 +154,7 @@ class LearnerWorker:
                 f"The gradient is not finite ({grad_norm}), so that the weights are lost: resume "
                 "from the last checkpoint with a lower train.lr, or clip with train.max_grad_norm."
             )
+        self.optimizer_steps += 1
         return StepOutcome(grad_norm, lr)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -183,11 +185,13 @@ class LearnerWorker:
         Raises:
             OSError: it cannot be written.
         """
-        save_rank(folder, self.engine, self.scheduler, self.group.rank, self.group.world_size)
+        save_rank(folder, self.engine, self.optimizer_steps, self.group.rank, self.group.world_size)
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote; raises `UsageError` as `load_rank` says."""
-        load_rank(folder, self.engine, self.scheduler, self.group.rank, self.group.world_size)
+        self.optimizer_steps = load_rank(
+            folder, self.engine, self.group.rank, self.group.world_size
+        )
 
     def save_pretrained(self, folder: Path) -> None:
         """Rank 0 writes the policy and its tokenizer as a Hugging Face folder.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config import TrainConfig
 from agentrl.train.offload import HostCopy
@@ -39,7 +38,6 @@ WHOLE = 10**15
 def start_training(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
     config: TrainConfig,
     *,
     world_size: int,
@@ -54,9 +52,7 @@ def start_training(
         settings["zero_optimization"]["offload_optimizer"] = _host_memory()
     settings["gradient_clipping"] = config.max_grad_norm
     settings["zero_allow_untested_optimizer"] = True
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings
-    )
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     make_whole(engine)
     return engine
 

@@ -18,7 +18,7 @@ from agentrl.errors import TrainingError
 from agentrl.models.tiny import build_tiny
 from agentrl.train.learner import Learner, build_learner
 from agentrl.train.losses import clipped_policy_loss
-from agentrl.train.optimizer import build_scheduler
+from agentrl.train.optimizer import lr_scale
 
 TRAIN = {"lr": 1e-2, "max_tokens_per_gpu": 2048}
 
@@ -220,23 +220,26 @@ def test_a_learner_is_built_from_the_configuration_alone():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0]),
-        ("linear", [0.0, 0.5, 1.0, 0.5, 0.0]),
-        ("cosine", [0.0, 0.5, 1.0, 0.5, 0.0]),
+        ("constant", [0.0, 0.25, 0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.25, 0.5, 1.0, 0.5, 0.0]),
+        ("cosine", [0.0, 0.25, 0.5, 1.0, 0.5, 0.0]),
     ],
 )
 def test_the_learning_rate_warms_up_and_then_follows_its_schedule(name: str, expected):
-    config = make_config(
-        train={"lr": 1.0, "lr_scheduler": name, "warmup_steps": 2, "max_steps": 4}
-    ).train
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_scheduler(optimizer, config)
-    rates = []
-    for _ in range(5):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx(expected)
+    config = make_config(train={"lr_scheduler": name, "warmup_steps": 2, "max_steps": 4}).train
+    scales = [lr_scale(progress, config) for progress in (0, 0.5, 1, 2, 3, 4)]
+    assert scales == pytest.approx(expected)
+
+
+def test_an_optimizer_step_is_made_with_the_scaled_learning_rate(samples):
+    """Adam's first step has the size of its learning rate."""
+    learner = Learner(small_llama(), make_config(train=TRAIN | {"lr": 1e-2}))
+    before = dict(small_llama().named_parameters())
+    learner.forward_backward(samples, learner.config.algo)
+    assert learner.step(0.25).lr == pytest.approx(2.5e-3)
+    moved = [(w - before[name]).abs().max().item() for name, w in learner.named_weights()]
+    assert max(moved) == pytest.approx(2.5e-3, rel=1e-2)
+    learner.close()
 
 
 def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for_a_rank():

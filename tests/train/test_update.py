@@ -356,3 +356,24 @@ def test_every_metric_is_finite():
     assert {"policy/policy_loss", "policy/kl", "policy/entropy", "policy/clip_fraction",
             "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/approx_kl",
             "policy/ratio_mean", "policy/grad_norm", "policy/lr"} <= metrics.keys()  # fmt: skip
+
+
+def test_the_learning_rate_follows_the_run_however_few_steps_a_batch_makes():
+    """Of ten training steps, three are behind: a whole batch and one that lost episodes end alike,
+    one makes four optimizer steps and the other two."""
+    train = {"lr": 1.0, "lr_scheduler": "linear", "max_steps": 10, "mini_batches": 4}
+    config = make_config(train=train, rollout={"batch_size": 2, "n_samples_per_prompt": 4})
+    whole = [trajectory(float(i % 2), group="ab"[i // 4], seed=i) for i in range(8)]
+    for episodes, rates in ((whole, (0.7, 0.675, 0.65, 0.625)), (whole[:4], (0.7, 0.65))):
+        learner, scales = Learner(small_llama(), config), []
+        original = learner.step
+
+        def step(scale, original=original, scales=scales):
+            scales.append(scale)
+            return original(scale)
+
+        learner.step = step
+        metrics = policy_update(learner, episodes, config, step=3)
+        assert scales == pytest.approx(rates)
+        assert metrics["policy/lr"] == pytest.approx(sum(rates) / len(rates))
+        learner.close()
