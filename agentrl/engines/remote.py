@@ -135,13 +135,19 @@ class RemoteEngine(Engine, UpdatableEngine):
         return self._gate.condemned
 
     async def start(self) -> None:
-        """Start the server, if it is ours, and connect."""
+        """Start the server, if it is ours, connect, and sample a token to see that it can.
+
+        Raises:
+            EngineError: it does not start, or cannot sample from this model.
+        """
         if self.server is not None:
             await self.server.start()
         await self._connect()
         await self._label(self._version)
         self._gate.open()
 
+        await self.generate((0,), SamplingParams(max_new_tokens=1, logprobs=False))
+        self._stats.take()
     async def restart(self) -> None:
         """Start the server again. It holds the weights it first had, so it refuses requests.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ __all__ = ["EngineServer", "free_port", "last_lines"]
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 0.25
+_EXCEPTION = re.compile(r"\b\w+(Error|Exception): .*")
 STOP_SECONDS = supervisor.GRACE_SECONDS + 5.0
 
 
@@ -46,6 +48,18 @@ def last_lines(path: Path, count: int = 20) -> str:
         file.seek(max(0, size - 65536))
         text = file.read().decode(errors="replace")
     return "\n".join([line for line in text.splitlines() if line.strip()][-count:])
+
+
+def first_error(path: Path, start: int = 0) -> str:
+    """The first exception in a log file from byte `start` on: what the others come from."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if found := _EXCEPTION.search(line.decode(errors="replace")):
+                return found.group().strip()
+    return ""
 
 
 class EngineServer:
@@ -76,6 +90,7 @@ class EngineServer:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
+        self._log_start = 0
         self.died = asyncio.Event()
         """Set when the process ended without being asked to."""
 
@@ -93,8 +108,12 @@ class EngineServer:
         """Say how the server ended, with its own last lines."""
         code = self._process.returncode if self._process is not None else None
         lines = last_lines(self.log_path)
-        return f"the {self.name} server ended with status {code}; its log is {self.log_path}" + (
-            f" and ends with:\n{lines}" if lines else ""
+        error = first_error(self.log_path, self._log_start)
+        return (
+            f"the {self.name} server ended with status {code}"
+            + (f", after {error}" if error else "")
+            + f"; its log is {self.log_path}"
+            + (f" and ends with:\n{lines}" if lines else "")
         )
 
     async def start(self) -> None:
@@ -113,6 +132,7 @@ class EngineServer:
         logger.info("starting %s at %s: %s", self.name, self.url, " ".join(command))
         wrapped = [sys.executable, supervisor.__file__, str(os.getpid()), "--", *command]
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *wrapped,
                 stdin=asyncio.subprocess.DEVNULL,

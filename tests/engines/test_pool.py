@@ -164,6 +164,16 @@ async def test_one_engine_that_does_not_start_ends_the_others(
         await pool.start()
 
 
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_engine_that_cannot_sample_is_told_before_the_run(
+    kind: str, model_folder: Path, tmp_path: Path
+) -> None:
+    config = server_config(kind, extra={"cannot_sample": True})
+    pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)
+    with pytest.raises(EngineError, match="no kernel for this model"):
+        await pool.start()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REAL)
 async def test_a_real_server_that_dies_is_replaced_and_synchronized(

@@ -30,6 +30,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 FAILING = "import sys; print('loading the model'); sys.exit('out of memory on device 0')"
+LOUD = """
+import sys
+print("(Worker) ERROR: RuntimeError: no kernel for head_dim=16")
+print("(Core) ERROR: EngineDeadError: see above")
+sys.exit("x\\n" * 100)
+"""
 SILENT = "import time; print('still loading'); time.sleep(600)"
 
 
@@ -75,6 +81,12 @@ async def test_a_server_answers_at_its_url_until_it_is_stopped(tmp_path: Path) -
 async def test_a_server_that_ends_at_start_says_why_in_its_own_words(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="out of memory on device 0"):
         await server(tmp_path, FAILING).start()
+
+
+async def test_of_many_errors_the_first_is_told(tmp_path: Path) -> None:
+    expected = r"status 1, after RuntimeError: no kernel for head_dim=16; its log"
+    with pytest.raises(EngineError, match=expected):
+        await server(tmp_path, LOUD).start()
 
 
 async def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ class Sampler:
 
     def __init__(self, model_folder: Path, token_seconds: float) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_folder)
+        self.base = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.adapters: set[str] = set()
         self.token_seconds = token_seconds
         self.version = "default"
         self.cache: set[tuple[str, ...]] = set()
@@ -55,6 +57,8 @@ class Sampler:
         self.groups: dict[str, Any] = {}
         self.fail_next: set[str] = set()
         """Paths whose next request is answered with an error."""
+        self.always_fail = ""
+        """Why no request for tokens succeeds, if so."""
         self.requests: list[str] = []
         """Every path that was asked for."""
         self.generated: list[dict[str, Any]] = []
@@ -72,6 +76,8 @@ class Sampler:
         salt: str,
         seed: int | None,
     ) -> dict[str, Any]:
+        if self.always_fail:
+            raise RuntimeError(self.always_fail)
         state = self.running[request_id] = Running()
         generator = torch.Generator().manual_seed(seed if seed is not None else time.time_ns())
         cached = self._cached(prompt, salt)
@@ -134,6 +140,19 @@ class Sampler:
         for file in Path(folder).glob("*.safetensors"):
             self.load(load_file(file))
 
+    def load_adapter(self, folder: str) -> None:
+        """Put a LoRA adapter beside the weights that the server started with."""
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        factors = load_file(Path(folder) / "adapter_model.safetensors")
+        changed = {}
+        for name, factor_b in factors.items():
+            if ".lora_B." in name:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+                change = factor_b @ factors[name.replace(".lora_B.", ".lora_A.")]
+                scale = config["lora_alpha"] / config["r"]
+                changed[f"{module}.weight"] = self.base[f"{module}.weight"] + scale * change
+        self.load(changed)
+
     def receive(self, body: dict[str, Any], group: str) -> None:
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         shapes = [torch.Size(shape) for shape in body["shapes"]]
@@ -177,6 +196,8 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
     body, query = call.body, call.query
     if path == "/inference/v1/generate":
         params = body["sampling_params"]
+        if body.get("model", "") not in {"", *sampler.adapters}:
+            raise Refusal(404, f"The model {body['model']} does not exist.")
         result = sampler.generate(
             "generate-tokens-" + body["request_id"],
             body["token_ids"],
@@ -209,6 +230,17 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
     if path == "/update_weight_version":
         sampler.version = body["new_version"]
         return {"success": True}
+    if path == "/v1/load_lora_adapter":
+        if body["lora_name"] in sampler.adapters:
+            raise Refusal(400, "has already been loaded")
+        if not (Path(body["lora_path"]) / "adapter_config.json").exists():
+            raise Refusal(404, "no adapter found")
+        sampler.load_adapter(body["lora_path"])
+        return sampler.adapters.add(body["lora_name"])
+    if path == "/v1/unload_lora_adapter":
+        if body["lora_name"] not in sampler.adapters:
+            raise Refusal(404, "cannot be found")
+        return sampler.adapters.remove(body["lora_name"])
     if path == "/collective_rpc":
         return sampler.load_folder(body["kwargs"]["weights_path"])
     if path == "/init_weight_transfer_engine":
@@ -361,11 +393,14 @@ def main(kind: str) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--exit-at-start", action="store_true")
+    parser.add_argument("--cannot-sample", action="store_true")
     options, _ = parser.parse_known_args()
     if options.exit_at_start:
         raise SystemExit("the fake server was told to end")
     torch.set_num_threads(1)
     folder = options.model_path or options.serve[1]
     sampler = Sampler(Path(folder), options.token_seconds)
+    if options.cannot_sample:
+        sampler.always_fail = "no kernel for this model"
     handler = _handler(sampler, vllm_answer if kind == "vllm" else sglang_answer)
     Server((options.host, options.port), handler).serve_forever()
