@@ -26,6 +26,9 @@ TEMPERATURES: Mapping[str, tuple[float, float]] = {"vllm": (0.01, 2.0), "sglang"
 """The temperatures above 0 at which each server samples as asked: vLLM takes lower ones for 0.01
 and refuses higher ones, SGLang takes lower ones for 0."""
 
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM makes room for."""
+
 OWN_OPTIONS: Mapping[str, str] = {
     "host": "engine.host",
     "port": "none: every start takes a free one",
@@ -46,8 +49,20 @@ OWN_OPTIONS: Mapping[str, str] = {
     "logprobs_mode": "none: the learner needs those of the sampling distribution",
     "weight_transfer_config": "engine.transport",
     "enable_sleep_mode": "engine.enable_sleep",
+    "enable_lora": "engine.lora",
 }
 """Options that agentrl counts on, with what to use in place of `engine.extra`."""
+
+
+_ADAPTER_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "transport": ("auto", "disk"),
+    "pause_mode": ("auto", "abort", "wait"),
+    "bucket_mb": (512,),
+    "verify_weights": (False,),
+    "sleep_level": (1,),
+    "data_parallel_size": (1,),
+}
+"""What an adapter that travels alone can go with."""
 
 
 class EngineConfig(Section):
@@ -97,8 +112,13 @@ class EngineConfig(Section):
     """Weights are gathered and sent in buckets of this size; two exist at a time."""
     verify_weights: bool = False
     """Compare checksums after each transfer. Slow."""
-    pause_mode: Literal["abort", "wait", "keep"] = "keep"
-    """What a weight update does with requests in flight."""
+    lora: Literal["auto", "adapter", "merged"] = "auto"
+    """What of a LoRA run travels: the adapter alone, through a folder that the servers see, or all
+    weights with it merged in; `auto`: the adapter where kind is vllm, the only one that takes it.
+    """
+    pause_mode: Literal["auto", "abort", "wait", "keep"] = "auto"
+    """What a weight update does with requests in flight; `auto` keeps them, and aborts them where
+    an adapter travels, since vLLM's requests keep the one that they began with."""
     enable_sleep: bool = False
     """Give the GPU to the learner between rollouts (learner and engine on the same GPUs)."""
     sleep_level: Literal[1, 2] = 1
@@ -122,7 +142,23 @@ class EngineConfig(Section):
                 f"engine.extra.{given[0]} is an option that agentrl sets itself: "
                 f"use {OWN_OPTIONS[given[0]]}"
             )
+        if self.lora == "adapter":
+            self.check_adapter()
         return self
+
+    def check_adapter(self) -> None:
+        """Raise ValueError where an adapter alone cannot be sent."""
+        if self.kind != "vllm":
+            raise ValueError(
+                f"engine.lora adapter works with vllm only, not with {self.kind}: set it to merged"
+            )
+        for key, works in _ADAPTER_SETTINGS.items():
+            value = getattr(self, key)
+            if value not in works:
+                raise ValueError(
+                    f"engine.{key} {value} does not go with a LoRA adapter that travels alone: set "
+                    f"it to {works[0]}, or engine.lora to merged"
+                )
 
     def _refuse_what_would_be_ignored(self) -> None:
         started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}

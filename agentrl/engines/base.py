@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.types import Generation, SamplingParams
@@ -33,11 +34,16 @@ class WeightSource:
     weights once. It is a collective: every learner rank iterates it to its end. With `live`, the
     tensors are the learner's own and stay valid until the next version, so that an engine in the
     same process may use them without a copy; otherwise each is valid until the next is drawn.
+
+    Of a LoRA run the weights are merged. `save_adapter(folder)` writes the factors alone into an
+    empty folder, as `adapter_config.json` and `adapter_model.safetensors`; a collective too. None
+    where there is no adapter.
     """
 
     named_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     version: int
     live: bool = False
+    save_adapter: Callable[[Path], None] | None = None
 
 
 class Engine(ABC):

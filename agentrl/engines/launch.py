@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import EngineConfig
+from agentrl.config_engine import VLLM_LORA_RANKS
 from agentrl.engines import on_cpu
 
 __all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
@@ -59,8 +60,12 @@ def vllm_launch(
     max_model_len: int,
     plugin: Path,
     gpu: bool = True,
+    lora_rank: int = 0,
 ) -> Launch:
-    """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine."""
+    """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine.
+
+    With `lora_rank`, adapters up to that rank are loaded beside the model, one at a time.
+    """
     options: dict[str, Any] = {
         "host": config.host,
         "dtype": dtype,
@@ -81,6 +86,10 @@ def vllm_launch(
     if config.enable_sleep:
         options["enable_sleep_mode"] = True
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if lora_rank:
+        room = min(rank for rank in VLLM_LORA_RANKS if rank >= lora_rank)
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.api_key is not None:
         env["VLLM_API_KEY"] = config.api_key
     paths = [str(plugin), config.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]

@@ -16,6 +16,7 @@ from agentrl.engines.base import Engine, PauseMode, WeightSource
 from agentrl.engines.engine_stats import EngineCounts
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.routing import Router
+from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.transport.disk import DiskTransport
 from agentrl.engines.weight_update import UpdateSettings, replace_weights, update_weights
@@ -40,7 +41,7 @@ class EnginePool(Engine):
     def __init__(
         self,
         engines: Sequence[RemoteEngine],
-        transport: WeightTransport,
+        transport: WeightTransport | AdapterTransport,
         update: UpdateSettings = UpdateSettings(),  # noqa: B008
         *,
         max_restarts: int = 3,
@@ -208,8 +209,9 @@ class EnginePool(Engine):
                 await engine.resume()
                 return
             version = self._newest.version
-            if isinstance(self._transport, DiskTransport) and self._transport.newest is not None:
-                loading = engine.load_folder(self._transport.newest)
+            transport = self._transport
+            if isinstance(transport, DiskTransport | AdapterTransport) and transport.newest:
+                loading = transport.load_newest(engine)
                 await replace_weights([engine], loading, version, self._update)
             elif self._newest.live:
                 await update_weights([engine], self._newest, self._transport, self._update)

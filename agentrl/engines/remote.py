@@ -22,6 +22,7 @@ from agentrl.engines.gate import RequestGate
 from agentrl.engines.http import EngineClient, RequestRefusedError
 from agentrl.engines.request_check import EngineLimits, check_request
 from agentrl.engines.server import EngineServer
+from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
 from agentrl.errors import EngineError
@@ -71,7 +72,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         self,
         *,
         limits: EngineLimits,
-        transport: WeightTransport,
+        transport: WeightTransport | AdapterTransport,
         server: EngineServer | None = None,
         url: str | None = None,
         update: UpdateSettings = UpdateSettings(),  # noqa: B008

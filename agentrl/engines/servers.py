@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from agentrl.config import Config
+from agentrl.engines.base import PauseMode
 from agentrl.engines.launch import Launch, sglang_launch, vllm_launch
 from agentrl.engines.on_cpu import has_gpu
 from agentrl.engines.pool import EnginePool
@@ -14,6 +15,7 @@ from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
 from agentrl.engines.sglang import SGLangEngine
+from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.transport.select import make_transport
 from agentrl.engines.vllm import VLLMEngine, install_plugin
@@ -37,13 +39,17 @@ def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> 
     section = config.engine
     limits = _limits(config, model_folder)
     update = UpdateSettings(
-        pause_mode=section.pause_mode,
+        pause_mode=_pause_mode(config),
         bucket_bytes=section.bucket_mb << 20,
         timeout=section.update_timeout,
     )
-    transport = make_transport(
-        section, folder=run_dir / "weights", model_folder=model_folder, host=section.host
-    )
+    transport: WeightTransport | AdapterTransport
+    if config.sends_adapter:
+        transport = AdapterTransport(run_dir / "weights")
+    else:
+        transport = make_transport(
+            section, folder=run_dir / "weights", model_folder=model_folder, host=section.host
+        )
     engines = [
         _engine(config, limits, update, transport, model_folder, run_dir / "engines", index)
         for index in range(len(section.urls) or section.num_engines)
@@ -55,7 +61,7 @@ def _engine(
     config: Config,
     limits: EngineLimits,
     update: UpdateSettings,
-    transport: WeightTransport,
+    transport: WeightTransport | AdapterTransport,
     model_folder: Path,
     folder: Path,
     index: int,
@@ -92,10 +98,25 @@ def _launch(config: Config, max_model_len: int, model_folder: Path, folder: Path
     gpu = has_gpu()
     if section.kind == "vllm":
         plugin = install_plugin(folder / "vllm-plugin").resolve()
+        lora_rank = config.model.lora.rank if config.sends_adapter else 0
         return vllm_launch(
-            section, model, dtype=dtype, max_model_len=max_model_len, plugin=plugin, gpu=gpu
+            section,
+            model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            plugin=plugin,
+            gpu=gpu,
+            lora_rank=lora_rank,
         )
     return sglang_launch(section, model, dtype=dtype, max_model_len=max_model_len, gpu=gpu)
+
+
+def _pause_mode(config: Config) -> PauseMode:
+    """`auto` lets requests go on under new weights; under a new adapter they cannot."""
+    mode = config.engine.pause_mode
+    if mode == "auto":
+        return "abort" if config.sends_adapter else "keep"
+    return mode
 
 
 def _devices(config: Config, index: int) -> dict[str, str]:

@@ -56,10 +56,30 @@ class VLLMEngine(RemoteEngine):
         preemptions="vllm:num_preemptions_total",
     )
 
+    _adapter: str | None = None
+    """What the server calls the adapter that is sampled with."""
+    _adapters = 0
+
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._client.post("/collective_rpc", call)
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Load an adapter under a name of its own, and forget the name of the last one.
+
+        Loading in place under one name would have every step read the folder again. Requests keep
+        the adapter that they began with, so that none may be in flight.
+        """
+        self._adapters += 1
+        name = f"agentrl-{self._adapters}"
+        await self._client.post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
+        )
+        previous, self._adapter = self._adapter, name
+        if previous is not None:
+            with contextlib.suppress(RequestRefusedError):  # it was started again meanwhile
+                await self._client.post("/v1/unload_lora_adapter", {"lora_name": previous})
 
     async def begin_update(self) -> None:
         """Open an update; one that a failure left open is thrown away first."""
@@ -139,6 +159,8 @@ class VLLMEngine(RemoteEngine):
             # Prefixes of other weights have another salt: they can never be found by mistake.
             "cache_salt": f"v{self._version}",
         }
+        if self._adapter is not None:
+            body["model"] = self._adapter
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         path = "/inference/v1/generate"
         answer = await self._client.post(path, body, headers=headers, repeatable=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.engines.base import PauseMode, WeightSource
+from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
 from agentrl.engines.transport.buckets import BucketStream
 from agentrl.errors import EngineError
@@ -65,7 +66,7 @@ class UpdatableEngine(WeightReceiver):
 async def update_weights(
     engines: Sequence[UpdatableEngine],
     source: WeightSource,
-    transport: WeightTransport,
+    transport: WeightTransport | AdapterTransport,
     settings: UpdateSettings,
 ) -> None:
     """Bring `source` into every engine; see the module for order and failures.
@@ -75,6 +76,9 @@ async def update_weights(
     Raises:
         EngineError: an engine failed, or the transfer took longer than `settings.timeout` seconds.
     """
+    if isinstance(transport, AdapterTransport):
+        await replace_weights(engines, transport.send(engines, source), source.version, settings)
+        return
     stream = BucketStream(source, settings.bucket_bytes)
     try:
         transfer = transport.send(engines, aiter(stream), source.version)

@@ -146,7 +146,12 @@ class Learner:
 
     def weight_source(self, version: int) -> WeightSource:
         """The current weights for an engine, LoRA merged; live (no copy) where they stay whole."""
-        return WeightSource(self.named_weights, version, live=self._worker.keeps_whole)
+        return WeightSource(
+            self.named_weights,
+            version,
+            live=self._worker.keeps_whole,
+            save_adapter=self.save_adapter if self.config.model.lora.rank else None,
+        )
 
     def offload(self) -> None:
         """Give GPU memory to others: weights and states wait in host memory until `reload`.

@@ -95,7 +95,9 @@ def build_engine(
     folder = Path(config.model.path)
     if config.engine.kind in SERVER_KINDS and not (folder / "config.json").is_file():
         folder = run_dir / "engine-model"
-        save_model(folder)
+        # Where adapters travel it holds the base, which a resumed run's merged weights are not.
+        if not (config.sends_adapter and (folder / "config.json").is_file()):
+            save_model(folder)
     module = None
     if config.engine.kind == "transformers":
         device = "cuda" if torch.cuda.is_available() else "cpu"

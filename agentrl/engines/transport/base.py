@@ -12,13 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentrl.engines.transport.buckets import Bucket, TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer
-
-if TYPE_CHECKING:
-    pass
+from agentrl.errors import EngineError
 
 __all__ = ["GroupAddress", "WeightReceiver", "WeightTransport"]
 
@@ -57,6 +54,10 @@ class WeightReceiver(ABC):
     @abstractmethod
     async def load_folder(self, folder: Path) -> None:
         """Load safetensors from a folder that the server can read."""
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Load a LoRA adapter beside the base weights and sample with it from now on."""
+        raise EngineError(f"{self.label} takes no LoRA adapters: set engine.lora merged")
 
     @abstractmethod
     async def begin_update(self) -> None:

@@ -73,6 +73,11 @@ class DiskTransport(WeightTransport):
         if previous is not None and previous != folder:
             await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
 
+    async def load_newest(self, receiver: WeightReceiver) -> None:
+        """Bring the newest version into an engine that was started again."""
+        assert self.newest is not None
+        await receiver.load_folder(self.newest)
+
     def _begin(self, aside: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
