@@ -21,7 +21,15 @@ from agentrl.train.microbatch import MicroBatch, token_field
 from agentrl.train.policy_losses import POLICY_LOSSES, PolicyTokens
 from agentrl.train.scorer import TokenScores
 
-__all__ = ["LossTerms", "Sums", "add_sums", "loss_and_sums", "loss_terms", "means"]
+__all__ = [
+    "LossTerms",
+    "Sums",
+    "add_sums",
+    "loss_and_sums",
+    "loss_terms",
+    "means",
+    "weighted_value_loss",
+]
 
 Sums: TypeAlias = dict[str, float]
 """Losses (already weighted), sums over tokens as `sum/...`, and the number of these `tokens`."""
@@ -92,13 +100,17 @@ def loss_and_sums(scores: TokenScores, terms: LossTerms, algo: AlgoConfig) -> tu
             loss = loss + algo.kl.coef * weigh(kl_N, weights_N)
         per_token["kl"] = kl_N
     if terms.returns_N is not None and scores.values_N is not None:
-        assert terms.old_values_N is not None, "returns come with the values they were made from"
-        error_N = value_loss(
-            scores.values_N, terms.old_values_N, terms.returns_N, clip=algo.value.clip
-        )
-        losses["value_loss"] = weigh(error_N, weights_N)
+        losses["value_loss"] = weighted_value_loss(scores.values_N, terms, algo)
         loss = loss + algo.value.coef * losses["value_loss"]
     return loss, _count({**losses, "loss": loss}, per_token, weights_N)
+
+
+def weighted_value_loss(values_N: Tensor, terms: LossTerms, algo: AlgoConfig) -> Tensor:
+    """The value loss of one micro-batch, a scalar, for samples that have returns."""
+    assert terms.returns_N is not None, "estimate_advantages makes returns where there are values"
+    assert terms.old_values_N is not None, "returns come with the values they were made from"
+    error_N = value_loss(values_N, terms.old_values_N, terms.returns_N, clip=algo.value.clip)
+    return weigh(error_N, terms.weights_N)
 
 
 def _policy_loss(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from agentrl.errors import UsageError
 from agentrl.train.tree_attention import TreePlan
 
-__all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names"]
+__all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names", "value_head_for"]
 
 POLICY_PREFIX = "policy."
 """What the names of the policy's parameters begin with inside a `TokenScorer`."""
@@ -72,10 +72,7 @@ class TokenScorer(nn.Module):
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self.value_head: nn.Linear | None = None
         if value_head:
-            # Zero at first: the first advantages are then those of no baseline, not of noise.
-            self.value_head = nn.Linear(text_config.hidden_size, 1, dtype=policy.dtype)
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+            self.value_head = value_head_for(policy)
         self._check_head()
 
     def forward(
@@ -146,6 +143,15 @@ class TokenScorer(nn.Module):
                 "not know, so that it would train on wrong log-probabilities: choose another "
                 "--model.path."
             )
+
+
+def value_head_for(model: PreTrainedModel) -> nn.Linear:
+    """A head on the hidden states of `model`. It gives 0 at first: the first advantages are then
+    those of no baseline, not of noise."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def policy_names(scorer: TokenScorer) -> list[tuple[str, nn.Parameter]]:

@@ -26,8 +26,15 @@ __all__ = ["load_rank", "random_state", "save_rank", "set_random_state", "write_
 _WEIGHTS, _OPTIMIZER = "fp32_flat_groups", "optimizer_state_dict"
 
 
-def save_rank(folder: Path, engine: Any, optimizer_steps: int, rank: int, world_size: int) -> None:
-    """Write this rank's file into `folder`, which exists.
+def save_rank(
+    folder: Path,
+    engine: Any,
+    optimizer_steps: int,
+    rank: int,
+    world_size: int,
+    name: str = "learner",
+) -> None:
+    """Write this rank's file of the engine that `name` names into `folder`, which exists.
 
     Raises:
         OSError: it cannot be written.
@@ -44,7 +51,7 @@ def save_rank(folder: Path, engine: Any, optimizer_steps: int, rank: int, world_
             else:
                 parts.setdefault(key, {}).update(split_parts(value, group, world_size))
     write_tensors(
-        _path(folder, rank),
+        _path(folder, name, rank),
         {
             "world_size": world_size,
             "numels": {name: numel for group in sizes for name, numel in group},
@@ -57,7 +64,7 @@ def save_rank(folder: Path, engine: Any, optimizer_steps: int, rank: int, world_
     )
 
 
-def load_rank(folder: Path, engine: Any, rank: int, world_size: int) -> int:
+def load_rank(folder: Path, engine: Any, rank: int, world_size: int, name: str = "learner") -> int:
     """Take back what `save_rank` wrote, on as many ranks as there are now; the parameters of the
     module follow. A collective.
 
@@ -67,7 +74,7 @@ def load_rank(folder: Path, engine: Any, rank: int, world_size: int) -> int:
     Raises:
         UsageError: there is no such file, one is broken, or they are of another model.
     """
-    saved, sizes = _SavedState(folder), _sizes(engine)
+    saved, sizes = _SavedState(folder, name), _sizes(engine)
     mine = saved.file(rank % saved.world_size)
     if mine["numels"] != {name: numel for group in sizes for name, numel in group}:
         raise UsageError(
@@ -164,22 +171,22 @@ def write_tensors(path: Path, value: Any) -> None:
             raise
 
 
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"learner-rank-{rank:05d}.pt"
+def _path(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}-rank-{rank:05d}.pt"
 
 
 class _SavedState:
     """The files of a checkpoint. Each is mapped when it is first needed, not read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
         self._files: dict[int, dict[str, Any]] = {}
         self.world_size: int = self.file(0)["world_size"]
 
     def file(self, rank: int) -> dict[str, Any]:
         """What `rank` had saved."""
         if rank not in self._files:
-            path = _path(self._folder, rank)
+            path = _path(self._folder, self._name, rank)
             try:
                 self._files[rank] = torch.load(
                     path, map_location="cpu", weights_only=True, mmap=True

@@ -1,0 +1,71 @@
+"""A value model of its own: a second copy of the policy's body with a value head, both trained.
+
+It starts from the weights of the policy before training, has its own optimizer and learning rate,
+and sees the same micro-batches. Its gradient is that of the value loss alone.
+
+Shapes: B rows, T inputs, N questions to the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl.config import Config
+from agentrl.train.optimizer import build_optimizer
+from agentrl.train.scorer import TokenScores, value_head_for
+from agentrl.train.tree_attention import TREE_ATTENTION, TreePlan
+from agentrl.train.zero import start_training
+
+__all__ = ["Critic", "ValueScorer"]
+
+
+class ValueScorer(nn.Module):
+    """Wraps the body of a causal language model; its scores are values alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take over the body of `model`; its language-model head is not kept."""
+        super().__init__()
+        self.body = model.base_model
+        self.value_head = value_head_for(model)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        index_N: Tensor,
+        targets_N: Tensor,
+        head_chunks: int = 1,
+        entropy_grad: bool = False,
+        tree: TreePlan | None = None,
+    ) -> TokenScores:
+        """The values of the states at `index_N`, called as `TokenScorer.forward` is.
+
+        Log-probabilities and entropy are 0.
+        """
+        extra: dict[str, Any] = {}
+        if tree is not None:
+            extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
+        hidden_BTH = self.body(input_ids=input_ids_BT, use_cache=False, **extra)[0]
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        values_N = self.value_head(hidden_NH).squeeze(-1).float()
+        nothing_N = values_N.new_zeros(len(index_N))
+        return TokenScores(nothing_N, nothing_N, values_N)
+
+
+class Critic:
+    """The value model under ZeRO-3 on one rank."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: Config, *, shares_prefixes: bool, world_size: int
+    ) -> None:
+        """Take over `model`. A collective."""
+        if shares_prefixes:
+            model.set_attn_implementation(TREE_ATTENTION)
+        if config.train.gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        scorer = ValueScorer(model)
+        self.lr = config.algo.value.lr or config.train.lr
+        optimizer = build_optimizer(scorer, config.train, lr=self.lr)
+        self.engine = start_training(scorer, optimizer, config.train, world_size=world_size)
