@@ -13,6 +13,7 @@ from typing import Any
 from agentrl.config import EngineConfig
 from agentrl.config_engine import VLLM_LORA_RANKS
 from agentrl.engines import on_cpu
+from agentrl.engines.installed import vllm_knows_option
 
 __all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
 
@@ -71,12 +72,13 @@ def vllm_launch(
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": "agentrl"},
         "disable_uvicorn_access_log": True,  # a line for each of many thousand requests
     }
+    if vllm_knows_option(_python(config), config.env, "enable_scale_out"):
+        options["enable_scale_out"] = True  # opens the route for tokens, which was open before
     if not gpu:
         options |= on_cpu.VLLM_OPTIONS
     if config.tensor_parallel_size > 1:

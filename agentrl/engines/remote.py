@@ -28,7 +28,7 @@ from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, updat
 from agentrl.errors import EngineError
 from agentrl.types import FinishReason, Generation, SamplingParams
 
-__all__ = ["RemoteEngine", "Sampled"]
+__all__ = ["RemoteEngine", "Sampled", "version_spans"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,21 @@ DEATH_SECONDS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An answer as the server gave it. `spans` are (version, start, end) over the tokens."""
+    """An answer as the server gave it. `spans` are (version, start, end) over the tokens, None
+    where the server does not know versions."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    spans: Sequence[tuple[str, int, int]]
+    spans: Sequence[tuple[str, int, int]] | None
     finish_reason: FinishReason
     cached_tokens: int
+
+
+def version_spans(answer: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    """The field `weight_versions` of an answer; None from servers older than the field."""
+    if "weight_versions" not in answer:
+        return None
+    return [(s["version"], s["start"], s["end"]) for s in answer["weight_versions"] or []]
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -92,6 +100,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._num_weight_ranks = num_weight_ranks
         self._incarnation = 0
         self._version = 0
+        self._knows_versions = True
+        """Whether the server says which weights sampled each token; its first answer shows it."""
         self._asleep: set[str] = set()
         self._gate = RequestGate()
         self._stats = EngineStats(self.metric_names)
@@ -146,9 +156,9 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self._connect()
         await self._label(self._version)
         self._gate.open()
-
         await self.generate((0,), SamplingParams(max_new_tokens=1, logprobs=False))
         self._stats.take()
+
     async def restart(self) -> None:
         """Start the server again. It holds the weights it first had, so it refuses requests.
 
@@ -187,12 +197,12 @@ class RemoteEngine(Engine, UpdatableEngine):
         check_request(self.kind, token_ids, params, self._limits)
         self._refuse_unsupported(params)
         await self._gate.enter()
-        request_id = uuid.uuid4().hex
+        request_id, version = uuid.uuid4().hex, self._version
         with self._stats.request() as elapsed:
             try:
                 call = self._sample(token_ids, params, request_id, replica)
                 sampled = await self._gate.run(request_id, call)
-                generation = self._generation(sampled, params)
+                generation = self._generation(sampled, params, version)
             except asyncio.CancelledError:
                 self._stats.record_unanswered("cancelled")
                 self._abort_later(request_id)
@@ -207,7 +217,17 @@ class RemoteEngine(Engine, UpdatableEngine):
         return generation
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop sampling; see `Engine.pause`."""
+        """Stop sampling; see `Engine.pause`.
+
+        Raises:
+            EngineError: requests in flight are to be held by a server that could not say afterwards
+                which weights sampled which of their tokens.
+        """
+        if mode == "keep" and not self._knows_versions and self._gate.in_flight:
+            raise EngineError(
+                f"{self.label} is too old to say which weights sampled each token, so that its "
+                "requests cannot go on under new weights: set engine.pause_mode to wait or abort"
+            )
         await self.refresh_stats()
         self._gate.close()
         if mode == "wait":
@@ -311,6 +331,14 @@ class RemoteEngine(Engine, UpdatableEngine):
     @abstractmethod
     async def _wake(self, tag: str) -> None: ...
 
+    async def _label_tokens(self, body: Mapping[str, Any]) -> None:
+        """Tell the server the version to report, where it knows versions."""
+        try:
+            await self._client.post("/update_weight_version", body, repeatable=True)
+        except RequestRefusedError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
+
     @property
     def _client(self) -> EngineClient:
         if self._connection is None:
@@ -329,15 +357,20 @@ class RemoteEngine(Engine, UpdatableEngine):
             api_key=self._api_key,
         )
 
-    def _generation(self, sampled: Sampled, params: SamplingParams) -> Generation:
-        ids = sampled.token_ids
+    def _generation(self, sampled: Sampled, params: SamplingParams, sent_at: int) -> Generation:
+        """Check an answer to a request that was sent under version `sent_at`."""
+        ids, spans = sampled.token_ids, sampled.spans
+        if spans is None:
+            # No update met the request, or only after it had been ended: see `pause`.
+            self._knows_versions = self._knows_versions and len(ids) == 0
+            spans = [(str(sent_at), 0, len(ids))]
         if sampled.finish_reason == "stop" and (not ids or ids[-1] not in params.stop_token_ids):
             raise EngineError(
                 f"{self.label} ended a turn at token {ids[-1] if ids else None}, which is not in "
                 "stop_token_ids: add it there, since the engine always stops at it"
             )
         versions = np.full(len(ids), -1, dtype=np.int32)
-        for version, start, end in sampled.spans:
+        for version, start, end in spans:
             versions[start:end] = int(version)
         if (versions < 0).any():
             raise EngineError(f"{self.label} does not say which weights sampled each token")

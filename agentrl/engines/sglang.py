@@ -18,7 +18,7 @@ import torch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
-from agentrl.engines.remote import RemoteEngine, Sampled
+from agentrl.engines.remote import RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
@@ -167,7 +167,7 @@ class SGLangEngine(RemoteEngine):
         return Sampled(
             token_ids=answer["output_ids"],
             logprobs=[entry[0] for entry in entries] if entries is not None else None,
-            spans=[(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions") or []],
+            spans=version_spans(meta),
             finish_reason=meta["finish_reason"]["type"],
             cached_tokens=meta["cached_tokens"],
         )
@@ -185,8 +185,7 @@ class SGLangEngine(RemoteEngine):
         await self._client.post("/continue_generation", {})
 
     async def _label(self, version: int) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self._client.post("/update_weight_version", body, repeatable=True)
+        await self._label_tokens({"new_version": str(version), "abort_all_requests": False})
 
     async def _sleep(self, level: int) -> None:
         # Whether weights are kept on the host is decided when the server starts.

@@ -1,7 +1,8 @@
 """vLLM, spoken to over its token and weight routes (0.26 and later).
 
-The server needs `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, processed log-probabilities, and
-for every transport but `disk` the plugin of `vllm_plugin.py`; `launch.vllm_launch` gives all that.
+The server needs `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` (where it has that), processed
+log-probabilities, and for every transport but `disk` the plugin of `vllm_plugin.py`;
+`launch.vllm_launch` gives all that.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from agentrl.engines import launch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
-from agentrl.engines.remote import RemoteEngine, Sampled
+from agentrl.engines.remote import RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
@@ -124,7 +127,15 @@ class VLLMEngine(RemoteEngine):
 
     async def checksums(self) -> Mapping[str, str]:
         """SHA-256 of each parameter, by worker and name. Layers packed for a CPU count as empty."""
-        answer = await self._client.post("/weight_checker", {"action": "checksum"})
+        try:
+            answer = await self._client.post("/weight_checker", {"action": "checksum"})
+        except RequestRefusedError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
+            raise EngineError(
+                f"{self.label} is too old to give checksums of its weights: set "
+                "engine.verify_weights false, or install a newer vLLM"
+            ) from error
         checksums: Mapping[str, str] = answer["checksums"]
         return checksums
 
@@ -169,7 +180,7 @@ class VLLMEngine(RemoteEngine):
         return Sampled(
             token_ids=choice["token_ids"] or [],
             logprobs=_logprobs(choice["logprobs"]),
-            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
+            spans=version_spans(choice),
             finish_reason=choice["finish_reason"],
             cached_tokens=details.get("cached_tokens") or 0,
         )
@@ -185,8 +196,7 @@ class VLLMEngine(RemoteEngine):
         await self._client.post("/resume", repeatable=True)
 
     async def _label(self, version: int) -> None:
-        body = {"new_version": str(version)}
-        await self._client.post("/update_weight_version", body, repeatable=True)
+        await self._label_tokens({"new_version": str(version)})
 
     async def _sleep(self, level: int) -> None:
         await self._client.post("/sleep", params={"level": level})

@@ -59,6 +59,8 @@ class Sampler:
         """Paths whose next request is answered with an error."""
         self.always_fail = ""
         """Why no request for tokens succeeds, if so."""
+        self.old = False
+        """Whether it knows nothing of versions, like the servers of a few releases ago."""
         self.requests: list[str] = []
         """Every path that was asked for."""
         self.generated: list[dict[str, Any]] = []
@@ -216,6 +218,8 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
             "weight_versions": result["spans"],
             "logprobs": {"content": content} if "logprobs" in params else None,
         }
+        if sampler.old:
+            del choice["weight_versions"]
         details = {"cached_tokens": result["cached"]}
         return {"choices": [choice], "usage": {"prompt_tokens_details": details}}
     if path == "/pause":
@@ -227,7 +231,7 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
         return {"success": True}
     if path == "/abort_requests":
         return sampler.abort(body["request_ids"])
-    if path == "/update_weight_version":
+    if path == "/update_weight_version" and not sampler.old:
         sampler.version = body["new_version"]
         return {"success": True}
     if path == "/v1/load_lora_adapter":
@@ -280,6 +284,8 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
             "weight_versions": result["spans"],
             "cached_tokens": result["cached"],
         }
+        if sampler.old:
+            del meta["weight_versions"]
         if body["return_logprob"]:
             pairs = zip(result["logprobs"], result["ids"], strict=True)
             meta["output_token_logprobs"] = [[p, i, None] for p, i in pairs]
@@ -292,7 +298,7 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         return sampler.cache.clear()
     if path == "/abort_request":
         return sampler.abort(None if body.get("abort_all") else [body["rid"]])
-    if path == "/update_weight_version":
+    if path == "/update_weight_version" and not sampler.old:
         sampler.version = body["new_version"]
         return {"success": True}
     if path == "/update_weights_from_disk":
@@ -394,12 +400,14 @@ def main(kind: str) -> None:
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--exit-at-start", action="store_true")
     parser.add_argument("--cannot-sample", action="store_true")
+    parser.add_argument("--old", action="store_true")
     options, _ = parser.parse_known_args()
     if options.exit_at_start:
         raise SystemExit("the fake server was told to end")
     torch.set_num_threads(1)
     folder = options.model_path or options.serve[1]
     sampler = Sampler(Path(folder), options.token_seconds)
+    sampler.old = options.old
     if options.cannot_sample:
         sampler.always_fail = "no kernel for this model"
     handler = _handler(sampler, vllm_answer if kind == "vllm" else sglang_answer)
