@@ -180,7 +180,8 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps of one pass over a whole batch; a batch with dropped groups makes fewer."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Computed tokens of one micro-batch, padding and repeated prefixes included."""
+    """Computed tokens of one pass, padding and repeated prefixes included. A trie goes through in
+    as many passes as it needs; of padded rows, each must fit."""
     prefix_sharing: Literal["auto", "trie", "padded"] = "auto"
     """`trie`: tokens that sequences share (the prompt of a group, the history of a fork) are
     computed once; `padded`: every sequence for itself; `auto`: a trie if the model can."""
@@ -267,10 +268,14 @@ class Config(Section):
                 f"rollout.max_new_tokens ({rollout.max_new_tokens}) is more than "
                 f"rollout.max_tokens ({rollout.max_tokens}): raise rollout.max_tokens"
             )
-        if rollout.max_tokens > self.train.max_tokens_per_gpu:
+        if (
+            rollout.max_tokens > self.train.max_tokens_per_gpu
+            and self.train.prefix_sharing == "padded"
+        ):
             raise ValueError(
                 f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
-                f"rollout.max_tokens ({rollout.max_tokens}): one episode must fit a micro-batch"
+                f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing padded "
+                "one episode must fit a pass: raise it, or set train.prefix_sharing auto"
             )
         if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)

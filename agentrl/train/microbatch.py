@@ -30,6 +30,7 @@ __all__ = [
     "TokenLayout",
     "check_longest",
     "collate",
+    "padded_size",
     "plan_micro_batches",
     "same_rounds",
     "token_field",
@@ -47,6 +48,8 @@ class MicroBatch:
     indices: tuple[int, ...]
     head_chunks: int
     as_trie: bool = False
+    chunks: int = 1
+    """Into how many passes a trie is cut that does not fit one (see `trie_chunks`)."""
 
     @property
     def num_sampled(self) -> int:
@@ -117,15 +120,19 @@ def same_rounds(
     vocab_size: int,
     as_trie: bool,
     ranks: int,
+    chunks: Sequence[int] | None = None,
 ) -> list[list[MicroBatch]]:
-    """Make micro-batches of rounds, each of which names the samples of every rank by index."""
+    """Make micro-batches of rounds, each of which names the samples of every rank by index.
+
+    `chunks` has the number of passes of each round; without it, each is one.
+    """
     plan: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    for dealt in rounds:
+    for dealt, passes in zip(rounds, chunks or [1] * len(rounds), strict=True):
         sampled = max(sum(samples[i].num_sampled for i in indices) for indices in dealt)
-        chunks = max(1, -(-sampled * vocab_size // LOGITS_PER_CHUNK))
+        head_chunks = max(1, -(-sampled * vocab_size // LOGITS_PER_CHUNK))
         for share, indices in zip(plan, dealt, strict=True):
             members = tuple(samples[i] for i in indices)
-            share.append(MicroBatch(members, tuple(indices), chunks, as_trie))
+            share.append(MicroBatch(members, tuple(indices), head_chunks, as_trie, passes))
     return plan
 
 
@@ -139,8 +146,7 @@ def collate(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
 
 def _as_trie(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
     trie = TokenTrie.build(micro_batch.samples)
-    size = max(trie.num_nodes, 1)
-    trie = trie.padded(compiled_size(size) if device.type == "cuda" else size)
+    trie = trie.padded(padded_size(max(trie.num_nodes, 1), device))
     index, targets, expand = (torch.from_numpy(x).to(device) for x in trie.questions())
     return TokenLayout(
         torch.from_numpy(trie.token_ids).to(device).unsqueeze(0),
@@ -149,6 +155,11 @@ def _as_trie(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
         expand,
         TreePlan(trie.positions, trie.subtree_end, device),
     )
+
+
+def padded_size(size: int, device: torch.device) -> int:
+    """To how many nodes a trie is filled up: on a GPU, every size would be compiled anew."""
+    return compiled_size(size) if device.type == "cuda" and size else size
 
 
 def _as_rows(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:

@@ -38,7 +38,7 @@ def shares_prefixes(policy: PreTrainedModel, config: Config) -> bool:
     Call it while the weights are whole.
 
     Raises:
-        UsageError: `trie` was asked for and the model cannot.
+        UsageError: `trie` was asked for and the model cannot, or an episode would not fit a pass.
     """
     choice = config.train.prefix_sharing
     if choice == "padded":
@@ -50,6 +50,13 @@ def shares_prefixes(policy: PreTrainedModel, config: Config) -> bool:
     if reason is not None and choice == "trie":
         raise UsageError(
             f"train.prefix_sharing is trie, but {reason}: set train.prefix_sharing auto."
+        )
+    limit = config.train.max_tokens_per_gpu
+    if reason is not None and config.rollout.max_tokens > limit:
+        raise UsageError(
+            f"An episode of rollout.max_tokens ({config.rollout.max_tokens}) does not fit a pass "
+            f"of train.max_tokens_per_gpu ({limit}), and cannot be cut, since {reason}: raise "
+            "train.max_tokens_per_gpu, or lower rollout.max_tokens."
         )
     if reason is not None:
         _log.info("Shared prefixes are computed once for each sequence, since %s.", reason)

@@ -4,14 +4,17 @@ The model runs on one row, all nodes of the tree with their depths as positions;
 to travels through its keyword arguments as a `TreePlan`. On a GPU it is a block mask for
 FlexAttention, which skips the blocks that nobody sees; on a CPU see `tree_kernel`.
 
-Shapes: H query heads, K key/value heads, T nodes, D head size.
+The nodes may be a part of a larger tree whose other parts are computed at other times; their `Past`
+then brings the keys and values of the ancestors that are missing.
+
+Shapes: H query heads, K key/value heads, T nodes, P nodes of the past, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +27,8 @@ from agentrl.train.tree_kernel import TreePieces, cut_pieces, tree_attention
 
 __all__ = [
     "TREE_ATTENTION",
+    "KeyValue",
+    "Past",
     "TreePlan",
     "UnsupportedAttentionError",
     "compiled_size",
@@ -33,6 +38,8 @@ __all__ = [
 TREE_ATTENTION = "agentrl_tree"
 """The name under which transformers knows it."""
 
+KeyValue: TypeAlias = tuple[Tensor, Tensor]
+
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -40,10 +47,23 @@ class UnsupportedAttentionError(ValueError):
     """The model asks for a kind of attention that this one is not."""
 
 
+class Past(Protocol):
+    """Ancestors of a tree's first nodes, computed before.
+
+    `rows_P` says how many rows, from the first on, see each of them (int64).
+    """
+
+    rows_P: NDArray[np.int64]
+
+    def exchange(self, layer: int, own: KeyValue) -> tuple[KeyValue, KeyValue]:
+        """Take the nodes' own key and value [1, K, T, D] of a layer; returns those to attend to in
+        their place, and those [1, K, P, D] of the past."""
+
+
 class TreePlan:
     """What every layer needs to know of one tree; made once for each forward pass.
 
-    `positions_1T` (depths, int64) and `subtree_end_T` (int64) are on the model's device.
+    `positions_1T` (depths, int64) is on the model's device.
     """
 
     def __init__(
@@ -51,26 +71,31 @@ class TreePlan:
         positions_T: NDArray[np.int64],
         subtree_end_T: NDArray[np.int64],
         device: torch.device,
+        past: Past | None = None,
     ) -> None:
         self._positions_T, self._subtree_end_T = positions_T, subtree_end_T
+        self._device = device
         self.positions_1T = torch.from_numpy(positions_T).to(device).unsqueeze(0)
-        self.subtree_end_T = torch.from_numpy(subtree_end_T).to(device)
+        self.past = past
 
     @cached_property
     def pieces(self) -> TreePieces:
         """How the CPU cuts the work."""
-        return cut_pieces(self._positions_T, self._subtree_end_T)
+        past_rows = None if self.past is None else self.past.rows_P
+        return cut_pieces(self._positions_T, self._subtree_end_T, past_rows)
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """Which blocks a GPU visits."""
-        subtree_end_T = self.subtree_end_T
+        """Which blocks a GPU visits; the keys of the past stand before those of the nodes."""
+        ends, size = self._subtree_end_T, len(self._subtree_end_T)
+        if self.past is not None:
+            ends = np.concatenate([self.past.rows_P, ends])
+        before, end_K = len(ends) - size, torch.from_numpy(ends).to(self._device)
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (q < subtree_end_T[k])
+            return (q >= k - before) & (q < end_K[k])
 
-        size = len(subtree_end_T)
-        return create_block_mask(seen, None, None, size, size, device=subtree_end_T.device)
+        return create_block_mask(seen, None, None, size, before + size, device=self._device)
 
 
 def flex_tree_attention(
@@ -129,14 +154,25 @@ def _attend(
         raise ValueError("a model whose attention runs over trees was called without one")
     _check(query, value, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    own, past = (key, value), None
+    if agentrl_tree.past is not None:
+        own, past = agentrl_tree.past.exchange(int(module.layer_idx), own)  # type: ignore[arg-type]
     if query.is_cuda:
-        out = flex_tree_attention(query, key, value, agentrl_tree, scale, _compiled_flex)
+        if past is not None:
+            own = torch.cat([past[0], own[0]], dim=2), torch.cat([past[1], own[1]], dim=2)
+        out = flex_tree_attention(query, *own, agentrl_tree, scale, _compiled_flex)
     else:
         groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        out = tree_attention(query, key, value, agentrl_tree.pieces, scale)
+        own, past = _repeated(own, groups), None if past is None else _repeated(past, groups)
+        out = tree_attention(query, *own, agentrl_tree.pieces, scale, past)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _repeated(pair: KeyValue, groups: int) -> KeyValue:
+    """Keys and values once for each query head."""
+    if groups == 1:
+        return pair
+    return pair[0].repeat_interleave(groups, dim=1), pair[1].repeat_interleave(groups, dim=1)
 
 
 def _check(query: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

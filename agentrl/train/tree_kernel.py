@@ -11,13 +11,17 @@ part of the keys it is for.
 Bushy subtrees of short chains would be many small calls. They become blocks: runs of whole subtrees
 that attend within themselves under a mask, all blocks of about a size in one call.
 
-Shapes: H heads, T nodes, D head size, B blocks of S nodes.
+A tree may go on from nodes that were computed before, its past: a path that the first of its rows
+see. These keys are chains too, seen wholly by the rows that descend from them.
+
+Shapes: H heads, T nodes, P nodes of the past, D head size, B blocks of S nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Blocks", "Chain", "TreePieces", "cut_pieces", "tree_attention"]
+__all__ = ["Blocks", "Chain", "PastChain", "TreePieces", "cut_pieces", "tree_attention"]
 
 LONG_CHAIN = 64
 """A chain of so many nodes is worth a call of its own."""
@@ -47,6 +51,15 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
+class PastChain:
+    """Keys start .. end of the past, seen by the rows 0 .. rows."""
+
+    start: int
+    end: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """Runs of whole subtrees, padded to one size: nodes[B, S], of which valid[B * S] are none of
     the padding (as indices), and seen[B, 1, S, S]: whether row q sees row k."""
@@ -62,10 +75,18 @@ class TreePieces:
 
     chains: tuple[Chain, ...]
     blocks: tuple[Blocks, ...]
+    past: tuple[PastChain, ...] = ()
 
 
-def cut_pieces(positions: NDArray[np.int64], subtree_end: NDArray[np.int64]) -> TreePieces:
-    """Cut the tree that `TokenTrie` describes into chains and blocks."""
+def cut_pieces(
+    positions: NDArray[np.int64],
+    subtree_end: NDArray[np.int64],
+    past_rows: NDArray[np.int64] | None = None,
+) -> TreePieces:
+    """Cut the tree that `TokenTrie` describes into chains and blocks.
+
+    past_rows[P] says how many rows, from the first on, see each node of the past, if there is one.
+    """
     size = len(positions)
     follows = (np.diff(positions) == 1) & (np.diff(subtree_end) == 0)
     starts = np.concatenate([[0], np.flatnonzero(~follows) + 1])
@@ -84,7 +105,16 @@ def cut_pieces(positions: NDArray[np.int64], subtree_end: NDArray[np.int64]) -> 
         else:
             runs.append((start, last))
         i = int(np.searchsorted(starts, last))
-    return TreePieces(tuple(chains), tuple(_stack_runs(runs, subtree_end)))
+    past = () if past_rows is None else tuple(_past_chains(past_rows))
+    return TreePieces(tuple(chains), tuple(_stack_runs(runs, subtree_end)), past)
+
+
+def _past_chains(past_rows: NDArray[np.int64]) -> Iterator[PastChain]:
+    """Put neighbours that are seen by the same rows together."""
+    bounds = np.flatnonzero(np.diff(past_rows, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(bounds):
+        if past_rows[start] > 0:
+            yield PastChain(start, end, int(past_rows[start]))
 
 
 def _stack_runs(runs: list[tuple[int, int]], subtree_end: NDArray[np.int64]) -> Iterator[Blocks]:
@@ -110,17 +140,35 @@ def _stack_runs(runs: list[tuple[int, int]], subtree_end: NDArray[np.int64]) -> 
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, pieces: TreePieces, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: TreePieces,
+    scale: float,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attend from query [1, H, T, D] to the ancestors' key and value [1, H, T, D]; like `query`."""
-    result: Tensor = _TreeAttention.apply(query, key, value, pieces, scale)  # type: ignore[no-untyped-call]
+    """Attend from query [1, H, T, D] to the ancestors' key and value [1, H, T, D]; like `query`.
+
+    `past` holds key and value [1, H, P, D] of the nodes that `pieces.past` is about.
+    """
+    past_key, past_value = past or (None, None)
+    result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, past_key, past_value, pieces, scale
+    )
     return result
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: TreePieces, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key: Tensor | None,
+        past_value: Tensor | None,
+        pieces: TreePieces,
+        scale: float,
     ) -> Tensor:
         size = query.shape[2]
         sums = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -144,14 +192,24 @@ class _TreeAttention(torch.autograd.Function):
             old, old_lse = out[:, :, nodes], lse[:, :, nodes]
             _merge(old, old_lse, part, part_lse)
             out[:, :, nodes], lse[:, :, nodes] = old, old_lse
+        for past in pieces.past:
+            rows, keys = slice(0, past.rows), slice(past.start, past.end)
+            part, part_lse = _flash(
+                query[:, :, rows],
+                *_part_of(past_key, past_value, keys),
+                0.0,
+                False,
+                scale=scale,
+            )
+            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, past_key, past_value, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, past_key, past_value, out, lse = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         for chain in ctx.pieces.chains:
             rows, keys = slice(chain.start, chain.subtree_end), slice(chain.start, chain.end)
@@ -170,7 +228,23 @@ class _TreeAttention(torch.autograd.Function):
             grads[0][:, :, nodes] += _pick(parts[0], blocks)
             grads[1][:, :, nodes] = _pick(parts[1], blocks)
             grads[2][:, :, nodes] = _pick(parts[2], blocks)
-        return grads[0], grads[1], grads[2], None, None
+        past_grads: list[Any] = [
+            None if x is None else torch.zeros_like(x) for x in (past_key, past_value)
+        ]
+        for past in ctx.pieces.past:
+            rows, keys = slice(0, past.rows), slice(past.start, past.end)
+            of_rows = [x[:, :, rows] for x in (grad_out, query, out, lse)]
+            of_keys = _part_of(past_key, past_value, keys)
+            parts = _partial_backward(of_rows, of_keys, False, None, ctx.scale)
+            grads[0][:, :, rows] += parts[0]
+            past_grads[0][:, :, keys], past_grads[1][:, :, keys] = parts[1], parts[2]
+        return *grads, *past_grads, None, None
+
+
+def _part_of(key: Tensor | None, value: Tensor | None, keys: slice) -> list[Tensor]:
+    assert key is not None, "pieces with a past need its keys"
+    assert value is not None, "and its values"
+    return [key[:, :, keys], value[:, :, keys]]
 
 
 def _partial_backward(

@@ -6,17 +6,21 @@ repeats the prefix that its two neighbours share, so that cuts go where this is 
 
 One rank gets as few micro-batches as fit. Several get equally many, of about equal cost: the
 pairs of tokens that attend to each other, and the layers' work of each token in such pairs.
+
+A sample that is longer than a micro-batch goes through in several passes (`trie_chunks`), together
+with neighbours of its kind that share more than a micro-batch with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.train.batch import Sample
-from agentrl.train.microbatch import MicroBatch, check_longest, same_rounds
+from agentrl.train.microbatch import MicroBatch, same_rounds
 from agentrl.train.trie import prefix_order
 
 __all__ = ["plan_tries"]
@@ -35,22 +39,19 @@ def plan_tries(
     vocab_size: int,
     token_cost: int,
 ) -> list[list[MicroBatch]]:
-    """Cut samples into tries of at most `max_tokens` nodes and deal them out to ranks.
+    """Cut samples into tries and deal them out to ranks, in passes of at most `max_tokens` nodes.
 
     Args:
         samples: in any order; the plan names them by index. The same ones give the same plan.
         world_size: number of ranks.
-        max_tokens: most computed tokens of one micro-batch.
+        max_tokens: most computed tokens of one pass.
         vocab_size: size of a row of logits; it decides the chunks of the head.
         token_cost: work of all but attention for one token, in pairs of attending tokens.
 
     Returns:
-        For each rank a list of micro-batches, all lists equally long; empty ones fill up.
-
-    Raises:
-        UsageError: a sample alone is longer than `max_tokens`.
+        For each rank a list of micro-batches, all lists equally long, each in as many passes as
+        the others' at its place; empty ones fill up.
     """
-    check_longest(samples, max_tokens)
     if not samples:
         return [[] for _ in range(world_size)]
     order, shared = prefix_order(samples)
@@ -62,9 +63,26 @@ def plan_tries(
         bounds = run.cut(run.furthest(max_tokens), count)
     else:
         bounds = run.cut(run.furthest(max_tokens, run.least_cost(max_tokens, count)), count)
-    pieces = [(run.cost(a, b), [order[i] for i in range(a, b)]) for a, b in bounds]
+    pieces = [
+        _Piece(run.cost(a, b), run.nodes(a, b), [order[i] for i in range(a, b)]) for a, b in bounds
+    ]
     rounds = _deal(pieces, world_size)
-    return same_rounds(rounds, samples, vocab_size=vocab_size, as_trie=True, ranks=world_size)
+    return same_rounds(
+        [[piece.samples for piece in dealt] for dealt in rounds],
+        samples,
+        vocab_size=vocab_size,
+        as_trie=True,
+        ranks=world_size,
+        chunks=[max(1, *(-(-piece.nodes // max_tokens) for piece in dealt)) for dealt in rounds],
+    )
+
+
+class _Piece(NamedTuple):
+    """A micro-batch to be: its work, its nodes, its samples by index."""
+
+    cost: int = 0
+    nodes: int = 0
+    samples: Sequence[int] = ()
 
 
 class _Run:
@@ -82,12 +100,22 @@ class _Run:
         """What the trie of samples start .. end costs."""
         return int(self._shared_cost[start] + self._costs[end] - self._costs[start])
 
+    def nodes(self, start: int, end: int) -> int:
+        """How many nodes the trie of samples start .. end has."""
+        return int(self.shared[start] + self._tokens[end] - self._tokens[start])
+
     def furthest(self, max_tokens: int, max_cost: int | None = None) -> Ints:
-        """For each start, the furthest end of a piece within both limits (one sample always is)."""
+        """For each start, the furthest end of a piece within both limits.
+
+        One sample always is, and so are those that would compute more than a micro-batch again.
+        """
         ends = _reach(self._tokens, max_tokens - self.shared)
         if max_cost is not None:
             ends = np.minimum(ends, _reach(self._costs, max_cost - self._shared_cost))
-        return np.maximum(ends, np.arange(len(ends)) + 1)
+        bounds = np.append(np.flatnonzero(self.shared < max_tokens), len(ends))
+        after = np.arange(len(ends)) + 1
+        together: Ints = bounds[np.searchsorted(bounds, after)]
+        return np.maximum(ends, together)
 
     def fewest(self, furthest: Ints) -> int:
         """How few pieces will do."""
@@ -136,19 +164,19 @@ def _reach(sums: Ints, room: Ints) -> Ints:
     return np.searchsorted(sums, sums[:-1] + room, side="right") - 1
 
 
-def _deal(pieces: Sequence[tuple[int, list[int]]], world_size: int) -> list[list[list[int]]]:
+def _deal(pieces: Sequence[_Piece], world_size: int) -> list[list[_Piece]]:
     """Rounds of one piece for each rank: alike in a round, and alike over all rounds.
 
     In every round the rank with the least work so far gets the costliest piece.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece[0])
+    ordered = sorted(pieces, key=lambda piece: -piece.cost)
     loads = [0] * world_size
     rounds = []
     for first in range(0, len(ordered), world_size):
-        dealt: list[list[int]] = [[] for _ in range(world_size)]
+        dealt = [_Piece()] * world_size
         ranks = sorted(range(world_size), key=loads.__getitem__)
-        for (cost, indices), rank in zip(ordered[first : first + world_size], ranks, strict=False):
-            dealt[rank] = indices
-            loads[rank] += cost
+        for piece, rank in zip(ordered[first : first + world_size], ranks, strict=False):
+            dealt[rank] = piece
+            loads[rank] += piece.cost
         rounds.append(dealt)
     return rounds

@@ -178,3 +178,10 @@ def test_a_trie_that_was_asked_for_and_cannot_be_is_an_error():
     config = make_config(train={"prefix_sharing": "trie"})
     with pytest.raises(UsageError, match="caps its attention scores: set train"):
         shares_prefixes(build(Gemma2Config(**SMALL)), config)
+
+
+def test_episodes_that_do_not_fit_a_pass_need_a_model_that_shares():
+    config = make_config(train={"max_tokens_per_gpu": 1000})
+    assert shares_prefixes(small_llama(), config)
+    with pytest.raises(UsageError, match=r"\(2048\) does not fit a pass of .* \(1000\), and cannot"):
+        shares_prefixes(build(MistralConfig(**SMALL, sliding_window=8)), config)

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_parts import batches, sample
 
-from agentrl.errors import UsageError
 from agentrl.train import microbatch
 from agentrl.train.batch import Sample
 from agentrl.train.microbatch import MicroBatch
@@ -102,8 +101,26 @@ def test_the_order_of_equal_samples_is_theirs_and_a_plan_repeats_itself():
     assert [mb.indices for mb in first[0]] == [mb.indices for mb in second[0]] == [(0, 2, 1, 3)]
 
 
-def test_a_sequence_longer_than_the_limit_names_the_flag():
-    with pytest.raises(
-        UsageError, match=r"71 tokens does not fit train\.max_tokens_per_gpu \(64\)"
-    ):
-        plan([sample(np.arange(71).tolist())])
+def test_a_sequence_longer_than_the_limit_takes_several_passes_on_every_rank():
+    """Of 150 nodes at most 64 at a time; the ranks of a round make as many passes."""
+    ranks = plan([sample(np.arange(151).tolist()), sample([7, 8, 9])], world_size=2)
+    assert [[(nodes(mb), mb.chunks) for mb in share] for share in ranks] == [[(150, 3)], [(2, 3)]]
+
+
+def test_long_siblings_stay_together_where_apart_they_would_repeat_more_than_a_pass():
+    (share,) = plan(group(70, 10, 10, 10) + group(50, 30, 30, token=2), max_tokens=64)
+    assert [(nodes(mb), mb.chunks) for mb in share] == [(100, 2), (80, 2), (80, 2)]
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(1, 3), st.integers(1, 30))
+def test_no_pass_is_larger_than_the_limit_however_long_the_sequences(
+    samples: list[Sample], world_size: int, max_tokens: int
+):
+    ranks = plan(samples, world_size, max_tokens)
+    assert sorted(i for share in ranks for mb in share for i in mb.indices) == [
+        *range(len(samples))
+    ]
+    for same_round in zip(*ranks, strict=True):
+        assert len({mb.chunks for mb in same_round}) == 1
+        assert all(nodes(mb) <= mb.chunks * max_tokens for mb in same_round)
