@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl import event_loop
 from agentrl.config import Config
+from agentrl.config_engine import SERVER_KINDS
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
 from agentrl.engines.transport.select import check_transport
@@ -162,6 +163,7 @@ class TrainingRun:
 
     async def run(self, stop: StopRequest) -> None:
         """Go through the steps that are left, then save the model and the summary."""
+        self._say_what_starts()
         async with self._sampler:
             await self._push_weights()
             self._sampler.engine.stats()  # what came before the first step is no step's
@@ -183,6 +185,12 @@ class TrainingRun:
             with write_atomically(self._run.adapter) as folder:
                 self._learner.save_adapter(folder)
         self._write_summary()
+
+    def _say_what_starts(self) -> None:
+        engine = self._config.engine
+        if engine.kind in SERVER_KINDS and not engine.urls:
+            logs = self._run.path / "engines"
+            self._progress.note(f"starting {engine.kind} x {engine.num_engines}; logs in {logs}")
 
     async def _step(self) -> dict[str, float]:
         """Sample a batch, learn from it, push the weights: one step."""
