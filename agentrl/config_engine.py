@@ -81,9 +81,9 @@ class EngineConfig(Section):
     num_engines: PositiveInt = 1
     """Servers to start."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that share the layers of one engine."""
+    """GPUs that share the layers of one engine; with `urls`, what those servers have."""
     data_parallel_size: PositiveInt = 1
-    """Replicas inside one server, each with a prefix cache of its own."""
+    """Replicas inside one server, each with a prefix cache of its own; likewise."""
     gpus: tuple[int, ...] = ()
     """GPUs of this host that the servers share out among them; without it, each sees all."""
     python: Path | None = None
@@ -94,6 +94,9 @@ class EngineConfig(Section):
     """Any option of the server, by its long name: true gives the bare flag, tables become JSON."""
     urls: tuple[str, ...] = ()
     """Servers that run already; none is started or ended."""
+    router_url: str | None = None
+    """sglang-router before the servers at `urls`: requests for tokens go through it, everything
+    else to the servers themselves."""
     host: str = "127.0.0.1"
     """Address that the servers listen on and, with `urls` on other hosts, that of the learner as
     they reach it."""
@@ -162,10 +165,10 @@ class EngineConfig(Section):
 
     def _refuse_what_would_be_ignored(self) -> None:
         started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
-        started |= {"tensor_parallel_size", "data_parallel_size", "gpus"}
-        started |= {"enable_sleep", "sleep_level"}
-        served = started | {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
-        served |= {"bucket_mb", "verify_weights", "pause_mode", "host"}
+        started |= {"gpus", "enable_sleep", "sleep_level"}
+        served = started | {"tensor_parallel_size", "data_parallel_size"}
+        served |= {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
+        served |= {"router_url", "bucket_mb", "verify_weights", "pause_mode", "host"}
         if self.kind not in SERVER_KINDS:
             self._refuse_ignored(
                 "engine", served, f"engine.kind is {self.kind}, which is no server"
@@ -176,10 +179,32 @@ class EngineConfig(Section):
         why = f"engine.kind is {self.kind}, whose batches depend on timing"
         self._refuse_ignored("engine", {"deterministic"}, why)
 
+    def _check_router(self) -> None:
+        if self.router_url is None:
+            return
+        if self.kind != "sglang":
+            raise ValueError(
+                "engine.router_url works with sglang only, since sglang-router has no route for "
+                f"the tokens of {self.kind}: leave it out, agentrl chooses among servers itself"
+            )
+        if not self.urls:
+            raise ValueError(
+                "engine.router_url needs engine.urls, the servers behind the router: new weights "
+                "go to them directly"
+            )
+        if self.router_url.rstrip("/") in {url.rstrip("/") for url in self.urls}:
+            raise ValueError("engine.urls names the router: name the servers behind it")
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                "engine.router_url with engine.data_parallel_size > 1: the router drops the "
+                "replica that a request names; put servers of one replica behind it"
+            )
+
     def _check_urls(self) -> None:
-        for url in self.urls:
+        self._check_router()
+        for url in (*self.urls, *filter(None, [self.router_url])):
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                raise ValueError(f"engine.urls holds {url!r}: write it as http://HOST:PORT")
+                raise ValueError(f"{url!r} is no address of a server: write it as http://HOST:PORT")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("engine.urls names a server twice: name each once")
 

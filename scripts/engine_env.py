@@ -1,7 +1,8 @@
-"""Make the virtual environment of a rollout engine and print the path of its Python.
+"""Make the virtual environment of a rollout engine (or a router), and print its Python's path.
 
     python scripts/engine_env.py vllm
     python scripts/engine_env.py sglang
+    python scripts/engine_env.py router
 
 The environment lies outside the checkout, in `$XDG_CACHE_HOME/agentrl/engines/<kind>-<hash>`, where
 the hash is that of the pinned requirements and of what `tests/engines/cpu` adds to them: a change
@@ -21,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KINDS = ("vllm", "sglang")
+KINDS = ("vllm", "sglang", "router")
 COMPLETE = "installation-complete"
 ENGINE_TESTS = Path(__file__).resolve().parents[1] / "tests" / "engines"
 
@@ -77,7 +78,8 @@ def _build(kind: str, target: Path) -> None:
     command += ["-r", str(requirements_file(kind))]
     subprocess.run(command, check=True, stdout=sys.stderr)
     packages = next((target / "lib").glob("python*/site-packages"))
-    shutil.copytree(overlay_folder(kind), packages, dirs_exist_ok=True)
+    if overlay_folder(kind).exists():
+        shutil.copytree(overlay_folder(kind), packages, dirs_exist_ok=True)
     (target / COMPLETE).touch()
 
 

@@ -28,7 +28,7 @@ from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, updat
 from agentrl.errors import EngineError
 from agentrl.types import FinishReason, Generation, SamplingParams
 
-__all__ = ["RemoteEngine", "Sampled", "version_spans"]
+__all__ = ["Place", "RemoteEngine", "Sampled", "version_spans"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,16 @@ METRICS_INTERVAL = 2.0
 METRICS_SECONDS = 10.0
 DEATH_SECONDS = 1.5
 """How long after a broken connection the end of the server process is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the prefix of a request is most likely cached."""
+
+    replica: int | None
+    """Data-parallel replica of the server; None where the server chooses."""
+    key: str
+    """The same for requests that share a prefix: their group, or their rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +210,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         request_id, version = uuid.uuid4().hex, self._version
         with self._stats.request() as elapsed:
             try:
-                call = self._sample(token_ids, params, request_id, replica)
+                place = Place(replica, group_id or rollout_id)
+                call = self._sample(token_ids, params, request_id, place)
                 sampled = await self._gate.run(request_id, call)
                 generation = self._generation(sampled, params, version)
             except asyncio.CancelledError:
@@ -308,7 +319,7 @@ class RemoteEngine(Engine, UpdatableEngine):
 
     @abstractmethod
     async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
     ) -> Sampled:
         """Send one request."""
 
@@ -351,11 +362,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         if self.server is not None:
             self._url = self.server.url
         self._incarnation += 1
-        self._connection = EngineClient(
-            self._url,
-            limit=self._limits.request_timeout,
-            api_key=self._api_key,
-        )
+        self._connection = self._make_client(self._url)
+
+    def _make_client(self, url: str) -> EngineClient:
+        return EngineClient(url, limit=self._limits.request_timeout, api_key=self._api_key)
 
     def _generation(self, sampled: Sampled, params: SamplingParams, sent_at: int) -> Generation:
         """Check an answer to a request that was sent under version `sent_at`."""

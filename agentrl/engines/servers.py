@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -15,6 +17,7 @@ from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
 from agentrl.engines.sglang import SGLangEngine
+from agentrl.engines.sglang_router import RoutedSGLangEngine, behind_one_router
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.transport.select import make_transport
@@ -54,6 +57,7 @@ def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> 
         _engine(config, limits, update, transport, model_folder, run_dir / "engines", index)
         for index in range(len(section.urls) or section.num_engines)
     ]
+    behind_one_router([e for e in engines if isinstance(e, RoutedSGLangEngine)])
     return EnginePool(engines, transport, update, max_restarts=section.max_restarts)
 
 
@@ -67,7 +71,9 @@ def _engine(
     index: int,
 ) -> RemoteEngine:
     section = config.engine
-    kind = VLLMEngine if section.kind == "vllm" else SGLangEngine
+    kind: Callable[..., RemoteEngine] = VLLMEngine if section.kind == "vllm" else SGLangEngine
+    if section.router_url is not None:
+        kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
     server, url = None, None
     if section.urls:
         url = section.urls[index].rstrip("/")

@@ -18,7 +18,7 @@ import torch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
-from agentrl.engines.remote import RemoteEngine, Sampled, version_spans
+from agentrl.engines.remote import Place, RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
@@ -148,7 +148,7 @@ class SGLangEngine(RemoteEngine):
             )
 
     async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
     ) -> Sampled:
         body: dict[str, Any] = {
             "rid": request_id,
@@ -159,9 +159,9 @@ class SGLangEngine(RemoteEngine):
             # Prefixes of other weights have another key: they can never be found by mistake.
             "extra_key": f"v{self._version}",
         }
-        if replica is not None:
-            body["routed_dp_rank"] = replica
-        answer = await self._client.post("/generate", body, repeatable=True)
+        if place.replica is not None:
+            body["routed_dp_rank"] = place.replica
+        answer = await self._ask(body, place)
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs")
         return Sampled(
@@ -171,6 +171,10 @@ class SGLangEngine(RemoteEngine):
             finish_reason=meta["finish_reason"]["type"],
             cached_tokens=meta["cached_tokens"],
         )
+
+    async def _ask(self, body: Mapping[str, Any], place: Place) -> Any:
+        """Send a request for tokens where it is answered."""
+        return await self._client.post("/generate", body, repeatable=True)
 
     async def _abort(self, request_id: str) -> None:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)

@@ -19,7 +19,7 @@ from agentrl.engines import launch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
-from agentrl.engines.remote import RemoteEngine, Sampled, version_spans
+from agentrl.engines.remote import Place, RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
@@ -161,7 +161,7 @@ class VLLMEngine(RemoteEngine):
         await self._client.post("/update_weights", {"update_info": info})
 
     async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, replica: int | None
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
     ) -> Sampled:
         body = {
             "request_id": request_id,
@@ -172,6 +172,7 @@ class VLLMEngine(RemoteEngine):
         }
         if self._adapter is not None:
             body["model"] = self._adapter
+        replica = place.replica
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         path = "/inference/v1/generate"
         answer = await self._client.post(path, body, headers=headers, repeatable=True)
