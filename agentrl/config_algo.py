@@ -155,11 +155,23 @@ class KLConfig(Section):
 
 
 class ValueConfig(Section):
-    """The value head that `gae` trains."""
+    """The values that `gae` needs."""
 
+    model: Literal["shared", "separate"] = "shared"
+    """`shared`: a head on the policy's last hidden state. `separate`: a second copy of the model,
+    which costs as much memory and time again, but neither disturbs the other."""
+    lr: PositiveFloat | None = None
+    """separate: its learning rate; without it, `train.lr`."""
     coef: NonNegativeFloat = 0.5
     clip: NonNegativeFloat = 0.2
     """0: no clipping of the value loss."""
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> ValueConfig:
+        if self.model == "shared":
+            why = "algo.value.model is shared: its head learns with the policy at train.lr"
+            self._refuse_ignored("algo.value", {"lr"}, why)
+        return self
 
 
 class CorrectionConfig(Section):

@@ -8,16 +8,21 @@ Shapes: B rows, T inputs, N questions to the model.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentrl.config import Config
+from agentrl.config import AlgoConfig, Config
+from agentrl.train.distributed import RankGroup
+from agentrl.train.microbatch import MicroBatch
+from agentrl.train.objective import LossTerms, Sums, weighted_value_loss
 from agentrl.train.optimizer import build_optimizer
+from agentrl.train.passes import Pass
 from agentrl.train.scorer import TokenScores, value_head_for
 from agentrl.train.tree_attention import TREE_ATTENTION, TreePlan
-from agentrl.train.zero import start_training
+from agentrl.train.zero import start_training, step_optimizer
 
 __all__ = ["Critic", "ValueScorer"]
 
@@ -39,12 +44,13 @@ class ValueScorer(nn.Module):
         head_chunks: int = 1,
         entropy_grad: bool = False,
         tree: TreePlan | None = None,
+        positions_BT: Tensor | None = None,
     ) -> TokenScores:
         """The values of the states at `index_N`, called as `TokenScorer.forward` is.
 
         Log-probabilities and entropy are 0.
         """
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
         if tree is not None:
             extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
         hidden_BTH = self.body(input_ids=input_ids_BT, use_cache=False, **extra)[0]
@@ -55,17 +61,53 @@ class ValueScorer(nn.Module):
 
 
 class Critic:
-    """The value model under ZeRO-3 on one rank."""
+    """The value model under ZeRO-3 on one rank. Every method is a collective."""
 
     def __init__(
-        self, model: PreTrainedModel, config: Config, *, shares_prefixes: bool, world_size: int
+        self,
+        group: RankGroup,
+        model: PreTrainedModel,
+        config: Config,
+        *,
+        shares_prefixes: bool,
     ) -> None:
-        """Take over `model`. A collective."""
+        """Take over `model`."""
         if shares_prefixes:
             model.set_attn_implementation(TREE_ATTENTION)
         if config.train.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         scorer = ValueScorer(model)
-        self.lr = config.algo.value.lr or config.train.lr
-        optimizer = build_optimizer(scorer, config.train, lr=self.lr)
-        self.engine = start_training(scorer, optimizer, config.train, world_size=world_size)
+        self._lr = config.algo.value.lr or config.train.lr
+        optimizer = build_optimizer(scorer, config.train, lr=self._lr)
+        self._group = group
+        self.engine = start_training(scorer, optimizer, config.train, world_size=group.world_size)
+
+    def values(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Values [R] of the states in which each token was sampled."""
+        return Pass(self.engine, micro_batch, self._group.device).scores().values_N
+
+    def learn(
+        self, micro_batch: MicroBatch, terms: LossTerms, algo: AlgoConfig, *, is_last: bool
+    ) -> Tensor:
+        """Add the gradient of the value loss to what is there; returns the values [R]."""
+        run = Pass(self.engine, micro_batch, self._group.device)
+        scores, _ = run.backward(
+            partial(_loss, terms=terms, algo=algo),
+            entropy_grad=False,
+            is_last=is_last,
+            scale=self._group.world_size,
+        )
+        return _values(scores).detach()
+
+    def step(self, lr_scale: float) -> float:
+        """Step the optimizer; the norm of the gradient. See `zero.step_optimizer`."""
+        return step_optimizer(self.engine, self._lr * lr_scale)
+
+
+def _loss(scores: TokenScores, terms: LossTerms, algo: AlgoConfig) -> tuple[Tensor, Sums]:
+    return algo.value.coef * weighted_value_loss(_values(scores), terms, algo), {}
+
+
+def _values(scores: TokenScores) -> Tensor:
+    assert scores.values_N is not None, "a value model gives values"
+    return scores.values_N

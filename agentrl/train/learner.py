@@ -37,7 +37,8 @@ def build_learner(config: Config) -> Learner:
     """Connect the ranks, load what `config.model` names and build the learner on every rank.
 
     With `algo.kl.coef` > 0 the model as loaded is also the reference policy; under LoRA that is
-    the policy without its factors, and no second model.
+    the policy without its factors, and no second model. With `algo.value.model separate` one more
+    gives the values.
 
     Raises:
         UsageError: as `load_policy` and `load_tokenizer`.
@@ -48,7 +49,17 @@ def build_learner(config: Config) -> Learner:
     reference = None
     if config.algo.kl.coef > 0 and not config.model.lora.rank:
         reference = load_policy(config.model, config.train.seed)
-    return Learner(policy, config, group=group, tokenizer=tokenizer, reference=reference)
+    value_model = None
+    if config.algo.value.model == "separate":
+        value_model = load_policy(config.model, config.train.seed)
+    return Learner(
+        policy,
+        config,
+        group=group,
+        tokenizer=tokenizer,
+        reference=reference,
+        value_model=value_model,
+    )
 
 
 class Learner:
@@ -62,15 +73,21 @@ class Learner:
         group: RankGroup | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: PreTrainedModel | None = None,
+        value_model: PreTrainedModel | None = None,
     ) -> None:
-        """Take over `policy` and `reference`: from here on only the learner may call them."""
+        """Take over the models: from here on only the learner may call them."""
         self.group = group or RankGroup()
         self.config = config
         self.policy_config = policy.config
         self.generation_config = policy.generation_config
         self.tokenizer = tokenizer
         self._worker = LearnerWorker(
-            self.group, policy, config, tokenizer=tokenizer, reference=reference
+            self.group,
+            policy,
+            config,
+            tokenizer=tokenizer,
+            reference=reference,
+            value_model=value_model,
         )
         self._usable = True
 
@@ -208,7 +225,7 @@ class Learner:
         text_config = self.policy_config.get_text_config()
         world_size, max_tokens = self.group.world_size, self.config.train.max_tokens_per_gpu
         vocab_size = text_config.vocab_size
-        if self._worker.shares_prefixes:
+        if self._worker.sharing == "trie":
             return plan_tries(
                 samples,
                 world_size=world_size,
@@ -218,7 +235,11 @@ class Learner:
                 token_cost=6 * text_config.hidden_size,
             )
         return plan_micro_batches(
-            samples, world_size=world_size, max_tokens=max_tokens, vocab_size=vocab_size
+            samples,
+            world_size=world_size,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+            packed=self._worker.sharing == "packed",
         )
 
     def _score_all(self, method: str, samples: Sequence[Sample]) -> list[SampleScores]:

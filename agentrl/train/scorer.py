@@ -38,6 +38,10 @@ class TokenScores(NamedTuple):
     entropy_N: Tensor
     values_N: Tensor | None
 
+    def with_values(self, values_N: Tensor | None) -> TokenScores:
+        """The same with these values; None: with those that are there."""
+        return self if values_N is None else self._replace(values_N=values_N)
+
     def expand(self, expand_R: Tensor | None) -> TokenScores:
         """Give each sampled token [R] the scores of its question in [N]; None: they are the same.
 
@@ -83,6 +87,7 @@ class TokenScorer(nn.Module):
         head_chunks: int = 1,
         entropy_grad: bool = False,
         tree: TreePlan | None = None,
+        positions_BT: Tensor | None = None,
     ) -> TokenScores:
         """Score the tokens `targets_N` from the hidden states at `index_N` (in B * T).
 
@@ -94,8 +99,9 @@ class TokenScorer(nn.Module):
             head_chunks: into how many parts the head's work is cut.
             entropy_grad: whether the entropy takes part in the backward pass.
             tree: what each node attends to, where the policy's attention is `TREE_ATTENTION`.
+            positions_BT: int64, where rows hold several sequences: the positions within each.
         """
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
         if tree is not None:
             extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
         hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False, **extra)[0]

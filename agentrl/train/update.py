@@ -78,7 +78,10 @@ def _optimizer_step(
 ) -> tuple[dict[str, float], list[SampleScores]]:
     sums, scores = learner.forward_backward(samples, algo)
     outcome = learner.step(scale)
-    return {**means(sums), "grad_norm": outcome.grad_norm, "lr": outcome.lr}, scores
+    metrics = {**means(sums), "grad_norm": outcome.grad_norm, "lr": outcome.lr}
+    if outcome.value_grad_norm is not None:
+        metrics["value/grad_norm"] = outcome.value_grad_norm
+    return metrics, scores
 
 
 def _sharing_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:

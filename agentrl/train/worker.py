@@ -6,8 +6,8 @@ is a collective unless it says otherwise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import AlgoConfig, Config
-from agentrl.errors import TrainingError
 from agentrl.models.lora import Adapter
+from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup
-from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
-from agentrl.train.objective import Sums, add_sums, loss_and_sums, loss_terms
+from agentrl.train.microbatch import MicroBatch
+from agentrl.train.objective import LossTerms, Sums, add_sums, loss_and_sums, loss_terms
 from agentrl.train.offload import HostCopy
 from agentrl.train.optimizer import build_optimizer
+from agentrl.train.passes import Pass
 from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
-from agentrl.train.sharing import shares_prefixes
+from agentrl.train.sharing import choose_sharing
 from agentrl.train.state import load_rank, save_rank
 from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.zero import (
@@ -37,6 +38,7 @@ from agentrl.train.zero import (
     move_to_host,
     start_scoring,
     start_training,
+    step_optimizer,
 )
 
 __all__ = ["LearnerWorker", "SampleScores", "StepOutcome"]
@@ -52,10 +54,12 @@ class SampleScores(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What an optimizer step did: norm of the gradient before clipping, learning rate used."""
+    """What an optimizer step did: norm of the gradient before clipping, learning rate used, and the
+    norm of a value model's own gradient."""
 
     grad_norm: float
     lr: float
+    value_grad_norm: float | None = None
 
 
 class LearnerWorker:
@@ -69,7 +73,10 @@ class LearnerWorker:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reference: PreTrainedModel | None = None,
+        value_model: PreTrainedModel | None = None,
     ) -> None:
+        separate_values = config.algo.value.model == "separate"
+        assert separate_values == (value_model is not None), "algo.value.model says which"
         self.group, self.policy, self.tokenizer = group, policy, tokenizer
         self.adapter: Adapter | None = None
         if config.model.lora.rank:
@@ -80,11 +87,11 @@ class LearnerWorker:
         self.scorer = TokenScorer(
             policy,
             temperature=temperature,
-            value_head=config.algo.advantage.estimator == "gae",
+            value_head=config.algo.advantage.estimator == "gae" and not separate_values,
         )
-        self.shares_prefixes = shares_prefixes(policy, config)
-        """Whether micro-batches are to be tries."""
-        if self.shares_prefixes:
+        self.sharing = choose_sharing(policy, config)
+        """How micro-batches are to be laid out."""
+        if self.sharing == "trie":
             policy.set_attn_implementation(TREE_ATTENTION)
         if config.train.gradient_checkpointing:
             policy.activation_checkpointing_enable({"use_reentrant": False})
@@ -95,11 +102,14 @@ class LearnerWorker:
         self.engine = start_training(self.scorer, optimizer, config.train, world_size=world_size)
         self.lr = config.train.lr
         self.optimizer_steps = 0
+        self.critic: Critic | None = None
+        if value_model is not None:
+            self.critic = Critic(group, value_model, config, shares_prefixes=self.sharing == "trie")
         self.reference_engine = None
         self._away: HostCopy | None = None
         if reference is not None:
             scorer = TokenScorer(reference, temperature=temperature)
-            if self.shares_prefixes:
+            if self.sharing == "trie":
                 reference.set_attn_implementation(TREE_ATTENTION)
             self.reference_engine = start_scoring(
                 scorer, world_size=world_size, offload=config.train.reference_offload
@@ -107,15 +117,15 @@ class LearnerWorker:
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
-        """Score with the policy as it is; one list for each micro-batch."""
-        return [self._score(self.engine, micro_batch) for micro_batch in micro_batches]
+        """Score with the policy and the values as they are; one list for each micro-batch."""
+        return [self._score(self.engine, batch, self.critic) for batch in micro_batches]
 
     @torch.no_grad()
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
         """Score with the reference policy: under LoRA, the policy without its factors."""
         if self.adapter is not None:
             with self.adapter.disabled():
-                return self.score(micro_batches)
+                return [self._score(self.engine, micro_batch) for micro_batch in micro_batches]
         assert self.reference_engine is not None, "the learner was built without a reference"
         return [self._score(self.reference_engine, micro_batch) for micro_batch in micro_batches]
 
@@ -123,39 +133,38 @@ class LearnerWorker:
         self, micro_batches: Sequence[MicroBatch], algo: AlgoConfig
     ) -> tuple[Sums, list[list[SampleScores]]]:
         """Add the gradient of the loss to what is there; returns its sums and the scores."""
-        self.engine.train()
         sums, scores = [], []
         for i, micro_batch in enumerate(micro_batches):
-            self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            layout = collate(micro_batch, self.group.device)
-            token_scores = self._forward(self.engine, micro_batch, layout, algo.entropy_coef != 0)
+            is_last = i == len(micro_batches) - 1
             terms = loss_terms(micro_batch, self.group.device)
-            loss, counted = loss_and_sums(token_scores, terms, algo)
-            # DeepSpeed averages over ranks; the weights already make the loss a sum over them.
-            self.engine.backward(loss * self.group.world_size)
-            sums.append(counted | _tokens(micro_batch, layout))
-            scores.append(_split(token_scores, micro_batch))
+            values_N = None
+            if self.critic is not None:
+                values_N = self.critic.learn(micro_batch, terms, algo, is_last=is_last)
+            run = Pass(self.engine, micro_batch, self.group.device)
+            token_scores, counted = run.backward(
+                partial(_loss, values_N=values_N, terms=terms, algo=algo),
+                entropy_grad=algo.entropy_coef != 0,
+                is_last=is_last,
+                # DeepSpeed averages over ranks; the weights already make the loss a sum over them.
+                scale=self.group.world_size,
+            )
+            counted["tokens_given"] = float(micro_batch.num_given)
+            counted["tokens_computed"] = float(run.tokens_computed)
+            sums.append(counted)
+            scores.append(_split(token_scores.with_values(values_N), micro_batch))
         return add_sums(sums), scores
 
     def step(self, lr_scale: float = 1.0) -> StepOutcome:
-        """Clip the accumulated gradient, update the weights and forget the gradient.
+        """Clip the accumulated gradients, update the weights and forget the gradients.
 
         Raises:
-            TrainingError: the gradient was not finite.
+            TrainingError: a gradient was not finite.
         """
         lr = self.lr * lr_scale
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()
-        grad_norm = float(self.engine.get_global_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"The gradient is not finite ({grad_norm}), so that the weights are lost: resume "
-                "from the last checkpoint with a lower train.lr, or clip with train.max_grad_norm."
-            )
+        grad_norm = step_optimizer(self.engine, lr)
+        value_grad_norm = None if self.critic is None else self.critic.step(lr_scale)
         self.optimizer_steps += 1
-        return StepOutcome(grad_norm, lr)
+        return StepOutcome(grad_norm, lr, value_grad_norm)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's whole weights by Hugging Face name, tied ones once; LoRA merged.
@@ -185,13 +194,20 @@ class LearnerWorker:
         Raises:
             OSError: it cannot be written.
         """
-        save_rank(folder, self.engine, self.optimizer_steps, self.group.rank, self.group.world_size)
+        rank, world_size = self.group.rank, self.group.world_size
+        for name, engine in self._saved_engines():
+            save_rank(folder, engine, self.optimizer_steps, rank, world_size, name)
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote; raises `UsageError` as `load_rank` says."""
-        self.optimizer_steps = load_rank(
-            folder, self.engine, self.group.rank, self.group.world_size
-        )
+        rank, world_size = self.group.rank, self.group.world_size
+        for name, engine in self._saved_engines():
+            self.optimizer_steps = load_rank(folder, engine, rank, world_size, name)
+
+    def _saved_engines(self) -> list[tuple[str, Any]]:
+        """What trains, by the names of its files."""
+        critic = [] if self.critic is None else [("value", self.critic.engine)]
+        return [("learner", self.engine), *critic]
 
     def save_pretrained(self, folder: Path) -> None:
         """Rank 0 writes the policy and its tokenizer as a Hugging Face folder.
@@ -235,38 +251,30 @@ class LearnerWorker:
 
     @property
     def engines(self) -> list[Any]:
-        """DeepSpeed's: of the policy, and of the reference where it is a model of its own."""
-        both = (self.engine, self.reference_engine)
-        return [engine for engine in both if engine is not None]
+        """DeepSpeed's: of the policy, and of values and reference where they have their own."""
+        critic = None if self.critic is None else self.critic.engine
+        every = (self.engine, critic, self.reference_engine)
+        return [engine for engine in every if engine is not None]
 
     def close(self) -> None:
         """Free what DeepSpeed holds."""
         for engine in self.engines:
             engine.destroy()
 
-    def _score(self, engine: Any, micro_batch: MicroBatch) -> list[SampleScores]:
-        engine.eval()
-        layout = collate(micro_batch, self.group.device)
-        return _split(self._forward(engine, micro_batch, layout, False), micro_batch)
-
-    def _forward(
-        self, engine: Any, micro_batch: MicroBatch, layout: TokenLayout, entropy_grad: bool
-    ) -> TokenScores:
-        scores: TokenScores = engine(
-            layout.input_ids_BT,
-            layout.index_N,
-            layout.targets_N,
-            head_chunks=micro_batch.head_chunks,
-            entropy_grad=entropy_grad,
-            tree=layout.tree,
-        )
-        return scores.expand(layout.expand_R)
+    def _score(
+        self, engine: Any, micro_batch: MicroBatch, critic: Critic | None = None
+    ) -> list[SampleScores]:
+        scores = Pass(engine, micro_batch, self.group.device).scores()
+        if critic is not None:
+            scores = scores.with_values(critic.values(micro_batch))
+        return _split(scores, micro_batch)
 
 
-def _tokens(micro_batch: MicroBatch, layout: TokenLayout) -> Sums:
-    """How many tokens the samples have, and how many the model computed for them."""
-    computed = layout.input_ids_BT.numel() if micro_batch.samples else 0
-    return {"tokens_given": float(micro_batch.num_given), "tokens_computed": float(computed)}
+def _loss(
+    scores: TokenScores, values_N: Tensor | None, terms: LossTerms, algo: AlgoConfig
+) -> tuple[Tensor, Sums]:
+    """The loss of the policy's scores, with the values of a value model where there is one."""
+    return loss_and_sums(scores.with_values(values_N), terms, algo)
 
 
 def _split(scores: TokenScores, micro_batch: MicroBatch) -> list[SampleScores]:

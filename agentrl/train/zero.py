@@ -8,6 +8,7 @@ to stay in host memory.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config import TrainConfig
+from agentrl.errors import TrainingError
 from agentrl.train.offload import HostCopy
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "move_to_host",
     "start_scoring",
     "start_training",
+    "step_optimizer",
 ]
 
 BUCKET_NUMEL = 2**27
@@ -72,6 +75,28 @@ def start_scoring(module: nn.Module, *, world_size: int, offload: bool = False) 
 def keeps_whole(config: TrainConfig, world_size: int) -> bool:
     """Whether the parameters of the trained module stay whole between uses."""
     return world_size == 1 and config.offload != "all"
+
+
+def step_optimizer(engine: Any, lr: float) -> float:
+    """Clip the accumulated gradient, step at this learning rate and forget the gradient.
+
+    Returns:
+        The norm of the gradient before it was clipped.
+
+    Raises:
+        TrainingError: it was not finite.
+    """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    grad_norm = float(engine.get_global_grad_norm())
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"The gradient is not finite ({grad_norm}), so that the weights are lost: resume "
+            "from the last checkpoint with a lower train.lr, or clip with train.max_grad_norm."
+        )
+    return grad_norm
 
 
 def make_whole(engine: Any) -> None:

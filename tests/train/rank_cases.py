@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "overlong episodes left out": {"algo": {"loss": {"mask_truncated": True}}},
     "lora": {"algo": {"kl": {"coef": 0.1}}, "model": LORA},
     "lora with values": {"algo": GAE, "model": LORA},
+    "value model": {"algo": GAE | {"value": {"model": "separate", "lr": 3e-3}}},
     "optimizer on the host": {"train": {"offload": "optimizer"}},
     "all on the host": {
         "train": {"offload": "all", "reference_offload": True},
@@ -88,7 +89,8 @@ def build(name: str, group: RankGroup) -> Learner:
     reference = None
     if config.algo.kl.coef > 0 and not config.model.lora.rank:
         reference = small_llama()
-    return Learner(small_llama(), config, group=group, reference=reference)
+    value_model = small_llama() if config.algo.value.model == "separate" else None
+    return Learner(small_llama(), config, group=group, reference=reference, value_model=value_model)
 
 
 def train(learner: Learner) -> dict[str, torch.Tensor]:
