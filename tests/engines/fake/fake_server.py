@@ -187,10 +187,11 @@ class Refusal(Exception):
 
 @dataclass
 class Call:
-    """One request: parsed body and query."""
+    """One request: parsed body, query and headers."""
 
     body: dict[str, Any]
     query: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
@@ -206,7 +207,8 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
             limit=params["max_tokens"],
             temperature=params["temperature"],
             stop=set(params["stop_token_ids"]),
-            salt=body.get("cache_salt", ""),
+            # Each data-parallel replica has a cache of its own.
+            salt=f"{body.get('cache_salt')} {call.headers.get('X-data-parallel-rank', 0)}",
             seed=params.get("seed"),
         )
         pairs = zip(result["ids"], result["logprobs"], strict=True)
@@ -276,7 +278,7 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
             limit=params["max_new_tokens"],
             temperature=params["temperature"],
             stop=set(params["stop_token_ids"]),
-            salt=body.get("extra_key", ""),
+            salt=f"{body.get('extra_key')} {body.get('routed_dp_rank', 0)}",
             seed=params.get("sampling_seed"),
         )
         meta = {
@@ -360,7 +362,7 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
                 if parts.path in sampler.fail_next:
                     sampler.fail_next.discard(parts.path)
                     raise Refusal(500, "told to fail")
-                self._send(200, answer(sampler, parts.path, Call(body, query)))
+                self._send(200, answer(sampler, parts.path, Call(body, query, dict(self.headers))))
             except Refusal as refusal:
                 self._send(refusal.status, {"error": refusal.message})
             except (RuntimeError, KeyError) as error:
