@@ -181,10 +181,11 @@ class TrainConfig(Section):
     """Optimizer steps of one pass over a whole batch; a batch with dropped groups makes fewer."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Computed tokens of one pass, padding and repeated prefixes included. A trie goes through in
-    as many passes as it needs; of padded rows, each must fit."""
-    prefix_sharing: Literal["auto", "trie", "padded"] = "auto"
+    as many passes as it needs; of rows, each must fit."""
+    prefix_sharing: Literal["auto", "trie", "packed", "padded"] = "auto"
     """`trie`: tokens that sequences share (the prompt of a group, the history of a fork) are
-    computed once; `padded`: every sequence for itself; `auto`: a trie if the model can."""
+    computed once; `packed`: every sequence for itself, several in a row; `padded`: each in a row of
+    its own; `auto`: the first of them that the model can."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward: less memory, more time."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -270,12 +271,13 @@ class Config(Section):
             )
         if (
             rollout.max_tokens > self.train.max_tokens_per_gpu
-            and self.train.prefix_sharing == "padded"
+            and self.train.prefix_sharing in ("packed", "padded")
         ):
             raise ValueError(
                 f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
-                f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing padded "
-                "one episode must fit a pass: raise it, or set train.prefix_sharing auto"
+                f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing "
+                f"{self.train.prefix_sharing} one episode must fit a pass: raise it, or set "
+                "train.prefix_sharing auto"
             )
         if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)

@@ -1,4 +1,4 @@
-"""Micro-batches that fit a device, the same number on every rank; rows of padded sequences.
+"""Micro-batches that fit a device, the same number on every rank; rows of whole sequences.
 
 Micro-batches that share prefixes are cut by `trie_plan`; here they are laid out. Under ZeRO-3 every
 rank must run the same sequence of modules, so that ranks with less to do get empty micro-batches
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from agentrl.errors import UsageError
 from agentrl.train.batch import Sample
+from agentrl.train.packing import fill_rows
 from agentrl.train.tree_attention import TreePlan, compiled_size
 from agentrl.train.trie import TokenTrie
 
@@ -50,6 +52,8 @@ class MicroBatch:
     as_trie: bool = False
     chunks: int = 1
     """Into how many passes a trie is cut that does not fit one (see `trie_chunks`)."""
+    row_sizes: tuple[int, ...] | None = None
+    """How many of the samples, in their order, stand in each row; None: one."""
 
     @property
     def num_sampled(self) -> int:
@@ -68,7 +72,8 @@ class TokenLayout:
     state that answers it (in B * T) and the token asked for, targets[N]; all int64.
 
     expand[R] says which question each sampled token is, None where they are the same; `tree` what
-    the attention of a trie needs.
+    the attention of a trie needs; positions[B, T], where rows hold several sequences, begin with 0
+    for each.
     """
 
     input_ids_BT: Tensor
@@ -76,17 +81,25 @@ class TokenLayout:
     targets_N: Tensor
     expand_R: Tensor | None = None
     tree: TreePlan | None = None
+    positions_BT: Tensor | None = None
 
 
 def plan_micro_batches(
-    samples: Sequence[Sample], *, world_size: int, max_tokens: int, vocab_size: int
+    samples: Sequence[Sample],
+    *,
+    world_size: int,
+    max_tokens: int,
+    vocab_size: int,
+    packed: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Spread samples over ranks by tokens, then cut each rank's share by padded length.
+    """Spread rows over ranks by tokens, then cut each rank's share by padded length.
 
     Args:
         samples: in any order; the plan names them by index.
+        world_size: number of ranks.
         max_tokens: most padded inputs of one micro-batch.
         vocab_size: size of a row of logits; it decides the chunks of the head.
+        packed: rows may hold several samples.
 
     Returns:
         For each rank a list of micro-batches, all lists equally long.
@@ -95,12 +108,21 @@ def plan_micro_batches(
         UsageError: a sample alone is longer than `max_tokens`.
     """
     check_longest(samples, max_tokens)
-    shares = _balance([sample.num_inputs for sample in samples], world_size)
-    cuts = [_cut(share, samples, max_tokens) for share in shares]
+    lengths = [sample.num_inputs for sample in samples]
+    rows = fill_rows(lengths) if packed else [[index] for index in range(len(samples))]
+    sizes = [sum(lengths[index] for index in row) for row in rows]
+    cuts = [_cut(share, sizes, max_tokens) for share in _balance(sizes, world_size)]
     depth = max(map(len, cuts))
     cuts = [[*cut, *[[]] * (depth - len(cut))] for cut in cuts]
-    rounds = [list(same_step) for same_step in zip(*cuts, strict=True)]
-    return same_rounds(rounds, samples, vocab_size=vocab_size, as_trie=False, ranks=world_size)
+    dealt = [[[rows[place] for place in cut] for cut in own_cuts] for own_cuts in cuts]
+    rounds = [[list(chain(*own)) for own in same_step] for same_step in zip(*dealt, strict=True)]
+    plan = same_rounds(rounds, samples, vocab_size=vocab_size, as_trie=False, ranks=world_size)
+    if not packed:
+        return plan
+    return [
+        [replace(each, row_sizes=tuple(map(len, own))) for each, own in zip(*pair, strict=True)]
+        for pair in zip(plan, dealt, strict=True)
+    ]
 
 
 def check_longest(samples: Sequence[Sample], max_tokens: int) -> None:
@@ -166,18 +188,29 @@ def _as_rows(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
     """Padding is on the right, where causal attention keeps it from every token before it, so that
     no mask is needed."""
     samples = micro_batch.samples
-    width = max((sample.num_inputs for sample in samples), default=1)
-    input_ids_BT = np.zeros((max(len(samples), 1), width), dtype=np.int64)
+    row_sizes = micro_batch.row_sizes or (1,) * len(samples)
+    row_of = np.repeat(np.arange(len(row_sizes)), row_sizes)
+    lengths = np.array([sample.num_inputs for sample in samples], dtype=np.int64)
+    # Where each sample begins in its row: what the samples before it there have.
+    begins = np.cumsum(lengths) - lengths
+    begins -= np.append(begins, 0)[np.searchsorted(row_of, row_of)]
+    width = int((begins + lengths).max(initial=1))
+    input_ids_BT = np.zeros((max(len(row_sizes), 1), width), dtype=np.int64)
+    positions_BT = np.zeros_like(input_ids_BT)
     index: list[NDArray[np.integer]] = [np.empty(0, np.int64)]
     targets: list[NDArray[np.integer]] = [np.empty(0, np.int64)]
-    for row, sample in enumerate(samples):
-        input_ids_BT[row, : sample.num_inputs] = sample.token_ids[:-1]
-        index.append(row * width + sample.positions - 1)
+    for sample, row, begin in zip(samples, row_of.tolist(), begins.tolist(), strict=True):
+        own = slice(begin, begin + sample.num_inputs)
+        input_ids_BT[row, own] = sample.token_ids[:-1]
+        positions_BT[row, own] = np.arange(sample.num_inputs)
+        index.append(row * width + begin + sample.positions - 1)
         targets.append(sample.token_ids[sample.positions])
+    packed = micro_batch.row_sizes is not None
     return TokenLayout(
         torch.from_numpy(input_ids_BT).to(device),
         torch.from_numpy(np.concatenate(index, dtype=np.int64)).to(device),
         torch.from_numpy(np.concatenate(targets, dtype=np.int64)).to(device),
+        positions_BT=torch.from_numpy(positions_BT).to(device) if packed else None,
     )
 
 
@@ -198,7 +231,7 @@ def token_field(micro_batch: MicroBatch, name: str, device: torch.device) -> Ten
 
 
 def _balance(costs: Sequence[int], world_size: int) -> list[list[int]]:
-    """Give the longest remaining sample to the rank with the fewest tokens so far."""
+    """Give the longest remaining row to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -208,13 +241,13 @@ def _balance(costs: Sequence[int], world_size: int) -> list[list[int]]:
     return shares
 
 
-def _cut(share: Sequence[int], samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Cut indices, longest first, into runs whose padded size is at most `max_tokens`."""
+def _cut(share: Sequence[int], sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut rows, longest first, into runs whose padded size is at most `max_tokens`."""
     cuts: list[list[int]] = []
     width = 0
-    for index in share:
+    for row in share:
         if not cuts or (len(cuts[-1]) + 1) * width > max_tokens:
             cuts.append([])
-            width = samples[index].num_inputs
-        cuts[-1].append(index)
+            width = sizes[row]
+        cuts[-1].append(row)
     return cuts

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from agentrl.train.flops import Work, work_of
 from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums
 from agentrl.train.scorer import TokenScores
@@ -37,8 +38,8 @@ class Pass:
 
     def __init__(self, engine: Any, micro_batch: MicroBatch, device: torch.device) -> None:
         self._engine, self._micro_batch, self._device = engine, micro_batch, device
-        self.tokens_computed = 0
-        """Tokens that the model has computed, each once."""
+        self.work = Work()
+        """What the model has computed, each part of it once."""
 
     @torch.no_grad()
     def scores(self) -> TokenScores:
@@ -101,13 +102,15 @@ class Pass:
 
     def _whole(self, *, entropy_grad: bool) -> TokenScores:
         layout = collate(self._micro_batch, self._device)
-        self.tokens_computed = layout.input_ids_BT.numel() if self._micro_batch.samples else 0
+        self.work = work_of(layout) if self._micro_batch.samples else Work()
         return self._forward(layout, entropy_grad).expand(layout.expand_R)
 
     def _of_chunks(self, chunks: TrieChunks) -> TokenScores:
         """Scores [N] of all questions."""
-        self.tokens_computed = chunks.num_nodes
-        parts = [self._forward(layout, False) for layout in chunks.forwards()]
+        parts, self.work = [], Work()
+        for layout in chunks.forwards():
+            parts.append(self._forward(layout, False))
+            self.work += work_of(layout)
         logprobs, entropies, values = zip(*parts, strict=True)
         no_values = any(value is None for value in values)
         return TokenScores(
@@ -122,5 +125,6 @@ class Pass:
             head_chunks=self._micro_batch.head_chunks,
             entropy_grad=entropy_grad,
             tree=layout.tree,
+            positions_BT=layout.positions_BT,
         )
         return scores

@@ -1,15 +1,19 @@
-"""Whether a model's layers can share prefixes: whether it may run on a `TokenTrie`.
+"""How the sequences of a batch go through a model together.
 
-It may where attention is all that tokens have to do with each other, and where a token attends to
-every token before it. The configuration says what cannot be tried on a few tokens (windows,
-rotary scaling by length); then a small tree is compared with separate sequences.
+`trie`: each distinct prefix once. It may be where attention is all that tokens have to do with each
+other, and where a token attends to every token before it. `packed`: several sequences in a row,
+where their positions, which begin again with each, keep them apart: masks of transformers are made
+from them, but the state of linear attention runs on. `padded`: each in a row of its own.
+
+The configuration says what cannot be tried on a few tokens (windows, rotary scaling by length);
+then a small tree, or a packed row, is compared with separate sequences.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -22,45 +26,65 @@ from agentrl.train.batch import Sample
 from agentrl.train.tree_attention import TREE_ATTENTION, TreePlan, UnsupportedAttentionError
 from agentrl.train.trie import TokenTrie
 
-__all__ = ["shares_prefixes", "why_not"]
+__all__ = ["Sharing", "choose_sharing", "why_not", "why_not_packed"]
+
+Sharing: TypeAlias = Literal["trie", "packed", "padded"]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_MASKED_ATTENTION = ("sdpa", "eager")
+"""What transformers makes a mask for that keeps the sequences of a row apart."""
 _PROBE = ([1, 2, 3, 4], [1, 2, 4, 3, 1], [1, 2, 4, 1, 2], [2, 1, 3])
 """Sequences that fork twice, and one that shares nothing."""
 
 _log = logging.getLogger(__name__)
 
 
-def shares_prefixes(policy: PreTrainedModel, config: Config) -> bool:
+def choose_sharing(policy: PreTrainedModel, config: Config) -> Sharing:
     """Decide it for a run as `train.prefix_sharing` says; the log names what stands in the way.
 
     Call it while the weights are whole.
 
     Raises:
-        UsageError: `trie` was asked for and the model cannot, or an episode would not fit a pass.
+        UsageError: the model cannot do what was asked for, or an episode would not fit a pass.
     """
     choice = config.train.prefix_sharing
     if choice == "padded":
-        return False
-    if config.model.attn_implementation != "sdpa":
-        reason: str | None = f"model.attn_implementation is {config.model.attn_implementation}"
-    else:
-        reason = why_not(policy, config.rollout.max_tokens)
-    if reason is not None and choice == "trie":
+        return "padded"
+    if choice != "packed":
+        if config.model.attn_implementation != "sdpa":
+            reason: str | None = f"model.attn_implementation is {config.model.attn_implementation}"
+        else:
+            reason = why_not(policy, config.rollout.max_tokens)
+        if reason is None:
+            return "trie"
+        _refuse_if_asked(config, "trie", reason)
+        _check_length(config, reason)
+        _log.info("Shared prefixes are computed once for each sequence, since %s.", reason)
+    reason = why_not_packed(policy, config.rollout.max_tokens)
+    if reason is None:
+        _log.info("Sequences are packed into rows.")
+        return "packed"
+    _refuse_if_asked(config, "packed", reason)
+    _log.info("Each sequence has a row of its own, since %s.", reason)
+    return "padded"
+
+
+def _refuse_if_asked(config: Config, sharing: Sharing, reason: str) -> None:
+    if config.train.prefix_sharing == sharing:
         raise UsageError(
-            f"train.prefix_sharing is trie, but {reason}: set train.prefix_sharing auto."
+            f"train.prefix_sharing is {sharing}, but {reason}: set train.prefix_sharing auto."
         )
+
+
+def _check_length(config: Config, reason: str) -> None:
     limit = config.train.max_tokens_per_gpu
-    if reason is not None and config.rollout.max_tokens > limit:
+    if config.rollout.max_tokens > limit:
         raise UsageError(
             f"An episode of rollout.max_tokens ({config.rollout.max_tokens}) does not fit a pass "
             f"of train.max_tokens_per_gpu ({limit}), and cannot be cut, since {reason}: raise "
             "train.max_tokens_per_gpu, or lower rollout.max_tokens."
         )
-    if reason is not None:
-        _log.info("Shared prefixes are computed once for each sequence, since %s.", reason)
-    return reason is None
 
 
 def why_not(policy: PreTrainedModel, longest: int) -> str | None:
@@ -77,12 +101,25 @@ def why_not(policy: PreTrainedModel, longest: int) -> str | None:
     window = _window(config)
     if window is not None and window < longest:
         return f"{kind} has a sliding window of {window} tokens, less than rollout.max_tokens"
+    return _length_dependence(config, kind, longest) or _try_tree(policy, kind)
+
+
+def why_not_packed(policy: PreTrainedModel, longest: int) -> str | None:
+    """What keeps sequences of up to `longest` tokens from standing in one row, if anything."""
+    config = policy.config.get_text_config()
+    kind = f"a model of type {policy.config.model_type}"
+    if policy.config._attn_implementation not in _MASKED_ATTENTION:
+        return f"model.attn_implementation is {policy.config._attn_implementation}"
+    return _length_dependence(config, kind, longest) or _try_row(policy, kind)
+
+
+def _length_dependence(config: Any, kind: str, longest: int) -> str | None:
     limit = getattr(config, "max_position_embeddings", None) or longest
     for rope in _rope_parameters(config):
         original = rope.get("original_max_position_embeddings") or limit
         if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE and longest > original:
             return f"{kind} scales its positions by the length of the sequence"
-    return _try_out(policy, kind)
+    return None
 
 
 def _window(config: Any) -> int | None:
@@ -103,7 +140,7 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def _try_out(policy: PreTrainedModel, kind: str) -> str | None:
+def _try_tree(policy: PreTrainedModel, kind: str) -> str | None:
     """Compare the hidden states of a small tree with those of its sequences."""
     device = next(policy.parameters()).device
     samples = [
@@ -112,7 +149,7 @@ def _try_out(policy: PreTrainedModel, kind: str) -> str | None:
     ]
     trie = TokenTrie.build(samples)
     ids_1T = torch.from_numpy(trie.token_ids).to(device).unsqueeze(0)
-    rows = [_hidden(policy, torch.tensor([ids], device=device)) for ids in _PROBE]
+    expected = _separate(policy)
     own = policy.config._attn_implementation
     policy.set_attn_implementation(TREE_ATTENTION)
     plan = TreePlan(trie.positions, trie.subtree_end, device)
@@ -122,15 +159,36 @@ def _try_out(policy: PreTrainedModel, kind: str) -> str | None:
         return f"{kind} cannot attend over a tree ({error})"
     finally:
         policy.set_attn_implementation(own)
-    expected = torch.cat(rows)
-    deviation = (tree[torch.from_numpy(trie.index).to(device)] - expected).norm()
-    # Rounding is a hundredth of these; a token that sees what it must not is ten times as much.
-    limit = 3e-2 if policy.dtype == torch.bfloat16 else 1e-3
-    if deviation <= limit * expected.norm():
+    if _equal(tree[torch.from_numpy(trie.index).to(device)], expected):
         return None
     return f"{kind} gives a token other states in a tree than in a row"
 
 
+@torch.no_grad()
+def _try_row(policy: PreTrainedModel, kind: str) -> str | None:
+    """Compare the hidden states of a packed row with those of its sequences."""
+    device = next(policy.parameters()).device
+    ids_1T = torch.tensor([[token for ids in _PROBE for token in ids]], device=device)
+    places = [place for ids in _PROBE for place in range(len(ids))]
+    positions_1T = torch.tensor([places], device=device)
+    if _equal(_hidden(policy, ids_1T, position_ids=positions_1T), _separate(policy)):
+        return None
+    return f"{kind} lets sequences in one row see each other"
+
+
+def _separate(policy: PreTrainedModel) -> Tensor:
+    """The hidden states of the probe's sequences, one after the other."""
+    device = next(policy.parameters()).device
+    return torch.cat([_hidden(policy, torch.tensor([ids], device=device)) for ids in _PROBE])
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    # Rounding is a hundredth of these; a token that sees what it must not is ten times as much.
+    limit = 3e-2 if expected.dtype == torch.bfloat16 else 1e-3
+    deviation = (found.float() - expected.float()).norm()
+    return bool(deviation <= limit * expected.float().norm())
+
+
 def _hidden(policy: PreTrainedModel, ids_1T: Tensor, **arguments: Any) -> Tensor:
     hidden: Tensor = policy.base_model(input_ids=ids_1T, use_cache=False, **arguments)[0]
-    return hidden[0].float()
+    return hidden[0]

@@ -46,6 +46,40 @@ def test_samples_of_a_length_go_together():
     assert [mb.indices for mb in share] == [(1, 3), (0, 2, 4, 5)]
 
 
+def test_packed_rows_hold_several_samples_and_none_is_longer_than_the_longest():
+    (share,) = plan_micro_batches(
+        [sample(n) for n in [2, 16, 3, 9, 7, 4]],
+        world_size=1, max_tokens=32, vocab_size=10, packed=True,
+    )  # fmt: skip
+    assert [(mb.indices, mb.row_sizes) for mb in share] == [((1, 3, 4), (1, 2)), ((5, 2, 0), (3,))]
+
+
+@given(st.lists(st.integers(1, 32), max_size=40), st.integers(1, 5), st.sampled_from([32, 50, 200]))
+def test_packed_rows_fit_the_budget_and_lose_no_sample(
+    lengths: list[int], world_size: int, max_tokens: int
+):
+    samples = [sample(n) for n in lengths]
+    ranks = plan_micro_batches(
+        samples, world_size=world_size, max_tokens=max_tokens, vocab_size=10, packed=True
+    )
+    assert len({len(share) for share in ranks}) == 1
+    every = [mb for share in ranks for mb in share]
+    assert sorted(i for mb in every for i in mb.indices) == [*range(len(lengths))]
+    assert all(collate(mb, CPU).input_ids_BT.numel() <= max_tokens for mb in every)
+
+
+def test_in_a_packed_row_positions_begin_again_with_each_sample():
+    one, two = (
+        Sample(np.array([4, 5, 6, 7]), np.array([1, 3])),
+        Sample(np.array([9, 3]), np.array([1])),
+    )
+    layout = collate(MicroBatch((one, two, one), (0, 1, 2), 1, row_sizes=(2, 1)), CPU)
+    assert layout.input_ids_BT.tolist() == [[4, 5, 6, 9], [4, 5, 6, 0]]
+    assert layout.positions_BT.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0]]
+    assert layout.index_N.tolist() == [0, 2, 3, 4, 6]
+    assert layout.targets_N.tolist() == [5, 7, 3, 5, 7]
+
+
 def test_a_rank_without_work_gets_empty_micro_batches():
     first, second = plan([5], world_size=2)
     assert [mb.indices for mb in first] == [(0,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from learner_parts import VOCAB, make_config, small_llama
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
     LlamaConfig,
@@ -21,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SmolLM3Config,
 )
 from trie_parts import batches, forked, level_llama
 
@@ -28,7 +31,7 @@ from agentrl.errors import UsageError
 from agentrl.train.batch import Sample
 from agentrl.train.microbatch import MicroBatch, collate
 from agentrl.train.scorer import TokenScorer
-from agentrl.train.sharing import shares_prefixes, why_not
+from agentrl.train.sharing import Sharing, choose_sharing, why_not, why_not_packed
 from agentrl.train.tree_attention import TREE_ATTENTION
 
 SMALL = {
@@ -52,6 +55,14 @@ FAMILIES = [
     Qwen3MoeConfig(**SMALL, **EXPERTS),
     GemmaConfig(**SMALL),
     MistralConfig(**SMALL, sliding_window=64),
+    SmolLM3Config(**SMALL, no_rope_layers=[1, 0]),
+]
+NARROW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+PACKED = [
+    Gemma2Config(**SMALL, **NARROW),
+    Gemma3TextConfig(**SMALL, **NARROW),
+    MistralConfig(**SMALL, sliding_window=6),
+    LlamaConfig(**SMALL),
 ]
 
 
@@ -61,27 +72,42 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def gradients(model: PreTrainedModel, samples: list[Sample], *, as_trie: bool) -> torch.Tensor:
+def gradients(model: PreTrainedModel, samples: list[Sample], form: Sharing) -> torch.Tensor:
     """Of a sum of log-probabilities in which each token of each sample has a weight of its own."""
-    model.set_attn_implementation("sdpa")
     scorer = TokenScorer(model, temperature=0.7, value_head=True)
     torch.nn.init.ones_(scorer.value_head.weight)
-    model.set_attn_implementation(TREE_ATTENTION if as_trie else "sdpa")
-    micro_batch = MicroBatch(tuple(samples), tuple(range(len(samples))), 2, as_trie)
+    own = model.config._attn_implementation
+    if form == "trie":
+        model.set_attn_implementation(TREE_ATTENTION)
+    micro_batch = MicroBatch(tuple(samples), tuple(range(len(samples))), 2, form == "trie")
+    if form == "packed":
+        micro_batch = in_two_rows(micro_batch)
     layout = collate(micro_batch, torch.device("cpu"))
     scores = scorer(
-        layout.input_ids_BT, layout.index_N, layout.targets_N, 2, True, tree=layout.tree
+        layout.input_ids_BT,
+        layout.index_N,
+        layout.targets_N,
+        2,
+        True,
+        tree=layout.tree,
+        positions_BT=layout.positions_BT,
     ).expand(layout.expand_R)
     weights_R = torch.linspace(-1, 2, micro_batch.num_sampled)
     loss = (weights_R * (scores.logprobs_N + 0.1 * scores.entropy_N + 0.1 * scores.values_N)).sum()
     parameters = [p for p in scorer.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    model.set_attn_implementation(own)
     return torch.cat([gradient.flatten() for gradient in found])
 
 
-def relative_error(model: PreTrainedModel, samples: list[Sample]) -> float:
-    expected = gradients(model, samples, as_trie=False)
-    return float((gradients(model, samples, as_trie=True) - expected).norm() / expected.norm())
+def in_two_rows(micro_batch: MicroBatch) -> MicroBatch:
+    count = len(micro_batch.samples)
+    return replace(micro_batch, row_sizes=(count // 2, count - count // 2))
+
+
+def relative_error(model: PreTrainedModel, samples: list[Sample], form: Sharing = "trie") -> float:
+    expected = gradients(model, samples, "padded")
+    return float((gradients(model, samples, form) - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
@@ -89,6 +115,14 @@ def test_a_family_shares_prefixes_with_the_gradients_of_separate_sequences(confi
     model = build(config)
     assert why_not(model, 64) is None
     assert relative_error(model, forked()) < 1e-6
+
+
+@pytest.mark.parametrize("config", PACKED, ids=lambda config: config.model_type)
+def test_a_family_is_packed_with_the_gradients_of_separate_sequences(config):
+    """Windows are shorter than the sequences, which reach over them and not into each other."""
+    model = build(config)
+    assert why_not_packed(model, 64) is None
+    assert relative_error(model, forked(), "packed") < 1e-6
 
 
 @settings(max_examples=40, deadline=None)
@@ -155,33 +189,53 @@ def test_a_model_whose_tokens_meet_outside_attention_is_found_out():
     assert "other states in a tree" in why_not(model, 64)
 
 
-def test_the_reason_is_logged_once_and_the_model_keeps_its_attention(caplog):
+def test_a_model_that_cannot_share_is_packed_which_the_log_says(caplog):
     model = build(MistralConfig(**SMALL, sliding_window=8))
     with caplog.at_level(logging.INFO, logger="agentrl"):
-        assert not shares_prefixes(model, make_config())
-    (record,) = caplog.records
-    assert "since a model of type mistral has a sliding window of 8" in record.getMessage()
+        assert choose_sharing(model, make_config()) == "packed"
+    why, how = (record.getMessage() for record in caplog.records)
+    assert "since a model of type mistral has a sliding window of 8" in why
+    assert how == "Sequences are packed into rows."
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_who_asks_for_padding_or_another_attention_gets_it():
+def test_a_model_whose_state_runs_on_gets_rows_of_one_sequence(caplog):
+    model = build(Qwen3NextConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=12))
+    with caplog.at_level(logging.INFO, logger="agentrl"):
+        assert choose_sharing(model, make_config()) == "padded"
+    assert "lets sequences in one row see each other" in caplog.records[-1].getMessage()
+
+
+def test_who_asks_for_a_form_gets_it():
     model = small_llama()
-    assert not shares_prefixes(model, make_config(train={"prefix_sharing": "padded"}))
-    assert not shares_prefixes(model, make_config(model={"attn_implementation": "eager"}))
-    assert shares_prefixes(model, make_config())
+    for form in ("trie", "packed", "padded"):
+        assert choose_sharing(model, make_config(train={"prefix_sharing": form})) == form
+    assert choose_sharing(model, make_config()) == "trie"
 
 
-def test_a_trie_that_was_asked_for_and_cannot_be_is_an_error():
+def test_another_attention_than_sdpa_cannot_share():
+    model = build(LlamaConfig(**SMALL, attn_implementation="eager"))
+    assert choose_sharing(model, make_config(model={"attn_implementation": "eager"})) == "packed"
+    model.config._attn_implementation = "flash_attention_2"
+    assert "attn_implementation is flash_attention_2" in why_not_packed(model, 64)
+
+
+def test_a_form_that_was_asked_for_and_cannot_be_is_an_error():
     config = make_config(train={"prefix_sharing": "trie"}, model={"attn_implementation": "eager"})
     with pytest.raises(UsageError, match=r"model\.attn_implementation is eager: set train\."):
-        shares_prefixes(small_llama(), config)
+        choose_sharing(small_llama(), config)
     config = make_config(train={"prefix_sharing": "trie"})
     with pytest.raises(UsageError, match="caps its attention scores: set train"):
-        shares_prefixes(build(Gemma2Config(**SMALL)), config)
+        choose_sharing(build(Gemma2Config(**SMALL)), config)
+    config = make_config(train={"prefix_sharing": "packed"})
+    linear = Qwen3NextConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=12)
+    with pytest.raises(UsageError, match=r"is packed, but .* see each other: set train"):
+        choose_sharing(build(linear), config)
 
 
 def test_episodes_that_do_not_fit_a_pass_need_a_model_that_shares():
     config = make_config(train={"max_tokens_per_gpu": 1000})
-    assert shares_prefixes(small_llama(), config)
-    with pytest.raises(UsageError, match=r"\(2048\) does not fit a pass of .* \(1000\), and cannot"):
-        shares_prefixes(build(MistralConfig(**SMALL, sliding_window=8)), config)
+    assert choose_sharing(small_llama(), config) == "trie"
+    windowed = build(MistralConfig(**SMALL, sliding_window=8))
+    with pytest.raises(UsageError, match=r"\(2048\) does not fit a pass of .* \(1000\), and"):
+        choose_sharing(windowed, config)

@@ -50,7 +50,7 @@ class TrieLearner:
         )
         self.group = group
         self.worker = LearnerWorker(group, model, self.config)
-        assert self.worker.shares_prefixes
+        assert self.worker.sharing == "trie"
 
     def gradients(self, batch: list[Sample]) -> Gradients:
         """What `forward_backward` leaves on all ranks together, by name."""
