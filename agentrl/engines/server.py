@@ -57,7 +57,8 @@ def first_error(path: Path, start: int = 0) -> str:
     with path.open("rb") as file:
         file.seek(start)
         for line in file:
-            if found := _EXCEPTION.search(line.decode(errors="replace")):
+            text = line.decode(errors="replace")
+            if "WARNING" not in text and (found := _EXCEPTION.search(text)):
                 return found.group().strip()
     return ""
 

@@ -115,6 +115,11 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """Pack the layers again."""
         finalize_layerwise_reload(self.model, self.model_config)
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Older versions of vLLM demand it; the learner has its own way to send."""
+        raise NotImplementedError("agentrl sends the weights")
+
     def shutdown(self) -> None:
         """Leave every group and close every shared memory."""
         for name in list(self._groups):

@@ -32,6 +32,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 FAILING = "import sys; print('loading the model'); sys.exit('out of memory on device 0')"
 LOUD = """
 import sys
+print("(Server) WARNING: few files may be open, which can end in `OSError: Too many open files`")
 print("(Worker) ERROR: RuntimeError: no kernel for head_dim=16")
 print("(Core) ERROR: EngineDeadError: see above")
 sys.exit("x\\n" * 100)
