@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ from agentrl.errors import AgentRLError, SaveError
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.train.batch import Sample
 from agentrl.train.distributed import RankGroup
+from agentrl.train.flops import peak_flops
 from agentrl.train.microbatch import MicroBatch, plan_micro_batches
 from agentrl.train.objective import Sums, add_sums
 from agentrl.train.trie_plan import plan_tries
@@ -95,6 +97,14 @@ class Learner:
     def optimizer_steps(self) -> int:
         """How often the weights were updated, over all runs that were resumed."""
         return self._worker.optimizer_steps
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Operations a second that the cards of all ranks could do; None where that is unknown."""
+        if self.group.device.type != "cuda":
+            return None
+        card = peak_flops(torch.cuda.get_device_name(self.group.device), self.config.model.dtype)
+        return None if card is None else card * self.group.world_size
 
     def follow(self) -> None:
         """Do this rank's share of every call that rank 0 makes, until it closes the learner."""

@@ -78,6 +78,11 @@ class TreePlan:
         self.positions_1T = torch.from_numpy(positions_T).to(device).unsqueeze(0)
         self.past = past
 
+    @property
+    def num_pairs(self) -> int:
+        """Queries, with each key that they attend to: themselves and what stands before."""
+        return int(self._positions_T.sum()) + len(self._positions_T)
+
     @cached_property
     def pieces(self) -> TreePieces:
         """How the CPU cuts the work."""

@@ -7,6 +7,7 @@ before the first optimizer step; then come `ppo_epochs` passes of `mini_batches`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,6 +59,7 @@ def policy_update(
         metrics |= _mismatch(samples, scores)
     steps: list[dict[str, float]] = []
     seed = (config.train.seed, learner.optimizer_steps)
+    began = time.perf_counter()
     batches = list(mini_batches(samples, config, seed=seed))
     for index, chosen in enumerate(batches):
         scale = lr_scale(step + index / len(batches), config.train)
@@ -65,7 +67,7 @@ def policy_update(
         if scores is None and not steps:  # the first step's are of the weights that sampled
             metrics |= _mismatch(chosen, step_scores)
         steps.append(step_metrics)
-    metrics |= _sharing_metrics(steps)
+    metrics |= _work_metrics(steps, time.perf_counter() - began, learner.peak_flops)
     for name in steps[0]:
         full_name = name if "/" in name else f"policy/{name}"
         metrics[full_name] = float(np.mean([step[name] for step in steps]))
@@ -84,16 +86,25 @@ def _optimizer_step(
     return metrics, scores
 
 
-def _sharing_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Tokens of all optimizer steps, taken out of `steps`: as given, as computed, and how often
-    each computed one was used."""
+def _work_metrics(
+    steps: Sequence[dict[str, float]], seconds: float, peak: float | None
+) -> dict[str, float]:
+    """The work of all optimizer steps, taken out of `steps`: tokens as given and as computed, how
+    often each computed one was used, how fast that was; and where the cards' peak is known, which
+    share of it was used (model FLOPs utilisation, see `train.flops`)."""
     given = sum(step.pop("tokens_given") for step in steps)
     computed = sum(step.pop("tokens_computed") for step in steps)
-    return {
+    flops = sum(step.pop("flops") for step in steps)
+    metrics = {
         "train/tokens_given": given,
         "train/tokens_computed": computed,
         "train/sharing": given / computed,
+        "train/tokens_per_second": computed / seconds,
+        "train/tflops": flops / seconds / 1e12,
     }
+    if peak is not None:
+        metrics["train/mfu"] = flops / seconds / peak
+    return metrics
 
 
 def _advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:

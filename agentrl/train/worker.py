@@ -22,6 +22,7 @@ from agentrl.config import AlgoConfig, Config
 from agentrl.models.lora import Adapter
 from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup
+from agentrl.train.flops import ModelFlops
 from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import LossTerms, Sums, add_sums, loss_and_sums, loss_terms
 from agentrl.train.offload import HostCopy
@@ -89,6 +90,7 @@ class LearnerWorker:
             temperature=temperature,
             value_head=config.algo.advantage.estimator == "gae" and not separate_values,
         )
+        self._flops = ModelFlops.of(policy)
         self.sharing = choose_sharing(policy, config)
         """How micro-batches are to be laid out."""
         if self.sharing == "trie":
@@ -104,6 +106,7 @@ class LearnerWorker:
         self.optimizer_steps = 0
         self.critic: Critic | None = None
         if value_model is not None:
+            self._flops += ModelFlops.of(value_model, head=False)
             self.critic = Critic(group, value_model, config, shares_prefixes=self.sharing == "trie")
         self.reference_engine = None
         self._away: HostCopy | None = None
@@ -149,7 +152,8 @@ class LearnerWorker:
                 scale=self.group.world_size,
             )
             counted["tokens_given"] = float(micro_batch.num_given)
-            counted["tokens_computed"] = float(run.tokens_computed)
+            counted["tokens_computed"] = float(run.work.tokens)
+            counted["flops"] = self._flops.total(run.work)
             sums.append(counted)
             scores.append(_split(token_scores.with_values(values_N), micro_batch))
         return add_sums(sums), scores

@@ -15,6 +15,7 @@ STEPS = 6
 TIMES = (
     *("time/", "throughput/", "episode/", "rollout/seconds"),
     *("engine/ttft_", "engine/tpot_", "engine/request_latency_"),
+    *("train/tokens_per_second", "train/tflops", "train/mfu"),
     *("engine/prefill_tokens_per_second", "engine/decode_tokens_per_second"),
 )
 """Metrics that are times, or that times are in: no run repeats them."""
