@@ -121,6 +121,9 @@ def test_an_update_is_repeatable_bit_for_bit():
     one, first = weights_after(batch(), updates=2, train=train)
     two, second = weights_after(batch(), updates=2, train=train)
     assert torch.equal(one, two)
+    for rate in ("train/tokens_per_second", "train/tflops"):
+        assert first.pop(rate) > 0
+        assert second.pop(rate) > 0
     assert first == second
 
 
@@ -377,3 +380,11 @@ def test_the_learning_rate_follows_the_run_however_few_steps_a_batch_makes():
         assert scales == pytest.approx(rates)
         assert metrics["policy/lr"] == pytest.approx(sum(rates) / len(rates))
         learner.close()
+
+
+def test_the_rate_of_the_work_is_logged_and_its_share_of_a_peak_where_that_is_known(monkeypatch):
+    _, metrics = weights_after(batch())
+    assert "train/mfu" not in metrics  # what a CPU could do is not known
+    monkeypatch.setattr(Learner, "peak_flops", property(lambda _: 2e12))
+    _, metrics = weights_after(batch())
+    assert metrics["train/mfu"] == pytest.approx(metrics["train/tflops"] / 2)
