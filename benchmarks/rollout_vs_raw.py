@@ -1,11 +1,11 @@
 """What the whole rollout stack costs on a real server, against a bare replay of its requests.
 
-64 episodes of 5 turns run through scheduler, LLM, pool and engine. Every request is recorded and
-then replayed by a plain httpx client that knows the answers' lengths but nothing else: the turns of
-an episode one after the other, the episodes at once. Both start with an empty prefix cache, take
-turns, and ask for the same number of tokens, so that `ratio` compares tokens per second.
+64 episodes of 5 turns run through scheduler, LLM, pool and engine. The body of every HTTP request
+is recorded and then sent again by a plain httpx client: the turns of an episode one after the
+other, the episodes at once. Both start with an empty prefix cache and take turns, so that `ratio`
+compares tokens per second of the same work.
 
-    python benchmarks/rollout_vs_raw.py --engine vllm --python PYTHON_OF_THE_ENGINE [--json]
+    python benchmarks/rollout_vs_raw.py --engine vllm [--json]
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,11 @@ from typing import Any
 import httpx
 
 from agentrl.chat import ChatFormat
-from agentrl.config import Config
+from agentrl.config import Config, EngineConfig
+from agentrl.engines import on_cpu, remote
 from agentrl.engines.base import Engine, WeightSource
 from agentrl.engines.factory import make_engine
+from agentrl.engines.http import EngineClient
 from agentrl.engines.pool import EnginePool
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.groups import GroupRequest
@@ -38,10 +43,26 @@ from agentrl.executors.scheduler import RolloutScheduler
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.types import Example, Generation, SamplingParams, StopReason, Trajectory
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "engines"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "engines"
+ENGINE_ENV = ROOT / "scripts" / "engine_env.py"
 GROUPS, MEMBERS, TURNS = 8, 8, 5
 PROMPT_TOKENS, RESPONSE_TOKENS, FEEDBACK_TOKENS = 64, 32, 32
 ROUNDS = 5
+ID_FIELDS = {"/inference/v1/generate": "request_id", "/generate": "rid"}
+"""The routes for tokens, and the field of the body that must differ between requests."""
+
+Request = tuple[str, dict[str, Any]]
+_requests: ContextVar[list[Request]] = ContextVar("requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request as it was sent, the tokens of its prompt, and its answer."""
+
+    request: Request
+    prompt_tokens: int
+    result: Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,7 @@ class Recorder(Engine):
 
     def __init__(self, pool: EnginePool) -> None:
         self.pool = pool
-        self.records: dict[str, list[tuple[list[int], Generation]]] = defaultdict(list)
+        self.records: dict[str, list[Turn]] = defaultdict(list)
 
     @property
     def weight_version(self) -> int:
@@ -76,6 +97,11 @@ class Recorder(Engine):
         """That of the pool."""
         return self.pool.max_model_len
 
+    @property
+    def repeats(self) -> bool:
+        """As the pool does."""
+        return self.pool.repeats
+
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -85,15 +111,28 @@ class Recorder(Engine):
         group_id: str = "",
     ) -> Generation:
         """Sample, and keep both sides."""
+        sent: list[Request] = []
+        _requests.set(sent)
         result = await self.pool.generate(
             token_ids, params, rollout_id=rollout_id, group_id=group_id
         )
-        self.records[rollout_id].append((list(token_ids), result))
+        (request,) = sent
+        self.records[rollout_id].append(Turn(request, len(token_ids), result))
         return result
 
     async def update_weights(self, source: WeightSource) -> None:
         """Hand on."""
         await self.pool.update_weights(source)
+
+
+class RecordingClient(EngineClient):
+    """Notes the requests for tokens in the list that the context holds."""
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Any:
+        """Send as ever."""
+        if path in ID_FIELDS:
+            _requests.get().append((path, body))
+        return await super().post(path, body, **options)
 
 
 class Talk(AgentExecutor):
@@ -124,10 +163,10 @@ async def rollout(recorder: Recorder, chat: ChatFormat, config: Config) -> float
     turns = [turn for episode in recorder.records.values() for turn in episode]
     if len(turns) != GROUPS * MEMBERS * TURNS:
         raise RuntimeError(f"{len(turns)} turns were sampled: an episode broke")
-    return sum(len(result.token_ids) for _, result in turns) / seconds
+    return sum(len(turn.result.token_ids) for turn in turns) / seconds
 
 
-async def replay(recorder: Recorder, kind: str, round_number: int) -> float:
+async def replay(recorder: Recorder, round_number: int) -> float:
     """Send the recorded requests bare; tokens per second."""
     await recorder.pool.flush_cache()
     (engine,) = recorder.pool.engines
@@ -135,12 +174,13 @@ async def replay(recorder: Recorder, kind: str, round_number: int) -> float:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=engine.server.url, timeout=600, limits=limits) as client:
 
-        async def episode(name: str, turns: list[tuple[list[int], Generation]]) -> int:
+        async def episode(name: str, turns: list[Turn]) -> int:
             sampled = 0
-            for turn, (prompt, _) in enumerate(turns):
-                path, body = bare_request(kind, prompt, f"raw-{round_number}-{name}-{turn}")
+            for index, turn in enumerate(turns):
+                path, body = turn.request
+                body = body | {ID_FIELDS[path]: f"raw-{round_number}-{name}-{index}"}
                 answer = (await client.post(path, json=body)).raise_for_status().json()
-                ids = answer["output_ids"] if kind == "sglang" else None
+                ids = answer["output_ids"] if path == "/generate" else None
                 sampled += len(ids if ids is not None else answer["choices"][0]["token_ids"])
             return sampled
 
@@ -149,27 +189,24 @@ async def replay(recorder: Recorder, kind: str, round_number: int) -> float:
         return sum(counts) / (time.perf_counter() - started)
 
 
-def bare_request(kind: str, prompt: list[int], name: str) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request for the same number of tokens."""
-    if kind == "vllm":
-        params = {"max_tokens": RESPONSE_TOKENS, "ignore_eos": True, "logprobs": 0}
-        body: dict[str, Any] = {"token_ids": prompt, "request_id": name, "sampling_params": params}
-        return "/inference/v1/generate", body
-    params = {"max_new_tokens": RESPONSE_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompt, "rid": name, "sampling_params": params}
-    return "/generate", body | {"return_logprob": True, "logprob_start_len": -1}
-
-
-def cacheable(records: dict[str, list[tuple[list[int], Generation]]], block: int) -> int:
+def cacheable(records: dict[str, list[Turn]], block: int) -> int:
     """Prompt tokens of later turns that the turn before has left behind, in whole blocks.
 
     The last sampled token of a turn is never computed, so it cannot be cached.
     """
     total = 0
     for turns in records.values():
-        for prompt, result in turns[:-1]:
-            total += (len(prompt) + len(result.token_ids) - 1) // block * block
+        for turn in turns[:-1]:
+            total += (turn.prompt_tokens + len(turn.result.token_ids) - 1) // block * block
     return total
+
+
+def block_size(config: EngineConfig) -> int:
+    """Tokens that the engine caches as one."""
+    if config.kind == "sglang":
+        return int(config.extra.get("page_size", 1))
+    usual = 16 if on_cpu.has_gpu() else on_cpu.VLLM_OPTIONS["block_size"]
+    return int(config.extra.get("block_size", usual))
 
 
 async def measure(config: Config, folder: Path) -> Result:
@@ -178,26 +215,26 @@ async def measure(config: Config, folder: Path) -> Result:
     model = folder / "model"
     load_policy(config.model, 0).save_pretrained(model)
     tokenizer.save_pretrained(model)
+    remote.EngineClient = RecordingClient  # type: ignore[misc]
     pool = make_engine(config, run_dir=folder, model_folder=model)
     assert isinstance(pool, EnginePool)
     recorder = Recorder(pool)
-    kind = config.engine.kind
     try:
         await pool.start()
         chat = ChatFormat(tokenizer)
         await rollout(recorder, chat, config)  # the first requests of a server are slow
-        await replay(recorder, kind, 0)
+        await replay(recorder, 0)
         rates = []
         for i in range(1, ROUNDS + 1):
-            rates.append((await rollout(recorder, chat, config), await replay(recorder, kind, i)))
+            rates.append((await rollout(recorder, chat, config), await replay(recorder, i)))
         later = [turn for turns in recorder.records.values() for turn in turns[1:]]
-        cached = sum(result.cached_tokens for _, result in later)
-        possible = cacheable(recorder.records, int(config.engine.extra.get("block_size", 1)))
+        cached = sum(turn.result.cached_tokens for turn in later)
+        possible = cacheable(recorder.records, block_size(config.engine))
     finally:
         await pool.close()
     ours, raw = (statistics.median(column) for column in zip(*rates, strict=True))
     return Result(
-        engine=kind,
+        engine=config.engine.kind,
         episodes=GROUPS * MEMBERS,
         requests=GROUPS * MEMBERS * TURNS,
         rollout_tokens_per_second=ours,
@@ -213,16 +250,19 @@ def main() -> None:
     """Measure and print a table; with --json one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
-    parser.add_argument("--python", type=Path, help="Python of the engine's environment")
+    parser.add_argument(
+        "--python", type=Path, help="of the engine; else that of scripts/engine_env.py"
+    )
     parser.add_argument("--config", type=Path, help="TOML; without it, the engine's CPU example")
     parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     arguments = parser.parse_args()
+    if arguments.python is None:
+        command = [sys.executable, str(ENGINE_ENV), arguments.engine]
+        arguments.python = subprocess.check_output(command, text=True).strip()
     path = arguments.config or EXAMPLES / f"{arguments.engine}-cpu.toml"
-    sections = {"rollout": {"max_tokens": 512, "max_new_tokens": RESPONSE_TOKENS}}
+    sections: dict[str, Any] = {"rollout": {"max_tokens": 512, "max_new_tokens": RESPONSE_TOKENS}}
     sections |= tomllib.loads(path.read_text())
-    sections["engine"] |= {"max_model_len": 512}
-    if arguments.python is not None:
-        sections["engine"]["python"] = arguments.python
+    sections["engine"]["python"] = arguments.python
     config = Config.model_validate({"agent": "benchmark", **sections})
     with tempfile.TemporaryDirectory() as folder:
         result = asdict(asyncio.run(measure(config, Path(folder))))

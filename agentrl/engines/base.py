@@ -59,6 +59,14 @@ class Engine(ABC):
     def max_model_len(self) -> int:
         """The most tokens, prompt and response together, that one request may hold."""
 
+    @property
+    def repeats(self) -> bool:
+        """True where the seed of a call decides what it samples, whatever is sampled beside it.
+
+        Elsewhere no seeds are derived: they would cost time and repeat nothing.
+        """
+        return True
+
     async def start(self) -> None:
         """Make the engine ready for `generate`. Called once."""
 

@@ -62,16 +62,19 @@ def vllm_launch(
     plugin: Path,
     gpu: bool = True,
     lora_rank: int = 0,
+    seed: int = 0,
 ) -> Launch:
     """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine.
 
-    With `lora_rank`, adapters up to that rank are loaded beside the model, one at a time.
+    `seed` begins the random numbers of the server. With `lora_rank`, adapters up to that rank are
+    loaded beside the model, one at a time.
     """
     options: dict[str, Any] = {
         "host": config.host,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "seed": seed,
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": "agentrl"},
@@ -101,15 +104,22 @@ def vllm_launch(
 
 
 def sglang_launch(
-    config: EngineConfig, model: str, *, dtype: str, max_model_len: int, gpu: bool = True
+    config: EngineConfig,
+    model: str,
+    *,
+    dtype: str,
+    max_model_len: int,
+    gpu: bool = True,
+    seed: int = 0,
 ) -> Launch:
-    """Start SGLang with its metrics and the count of cached tokens."""
+    """Start SGLang with its metrics and the count of cached tokens; `seed` as for vLLM."""
     options: dict[str, Any] = {
         "model_path": model,
         "host": config.host,
         "dtype": dtype,
         "context_length": max_model_len + SGLANG_SPARE_TOKENS,
         "max_running_requests": config.max_num_seqs,
+        "random_seed": seed,
         "enable_metrics": True,
         "enable_cache_report": True,
         "log_level_http": "warning",  # else a line for each of many thousand requests

@@ -73,6 +73,11 @@ class EnginePool(Engine):
         """The most tokens, prompt and response together, that one request may hold."""
         return min(engine.max_model_len for engine in self.engines)
 
+    @property
+    def repeats(self) -> bool:
+        """False: the numerics of a server depend on what it samples at the same time."""
+        return False
+
     async def start(self) -> None:
         """Start every engine; if one fails, end the others."""
         try:

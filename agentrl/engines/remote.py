@@ -131,6 +131,11 @@ class RemoteEngine(Engine, UpdatableEngine):
         return self._limits.max_model_len
 
     @property
+    def repeats(self) -> bool:
+        """False: the numerics of a server depend on what it samples at the same time."""
+        return False
+
+    @property
     def label(self) -> str:
         """The server's name, or its address."""
         return self.server.name if self.server is not None else self._url

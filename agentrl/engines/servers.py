@@ -78,7 +78,7 @@ def _engine(
     if section.urls:
         url = section.urls[index].rstrip("/")
     else:
-        launch = _launch(config, limits.max_model_len, model_folder, folder)
+        launch = _launch(config, limits.max_model_len, model_folder, folder, index)
         server = EngineServer(
             launch.with_port,
             name=f"{section.kind}-{index}",
@@ -99,9 +99,13 @@ def _engine(
     )
 
 
-def _launch(config: Config, max_model_len: int, model_folder: Path, folder: Path) -> Launch:
+def _launch(
+    config: Config, max_model_len: int, model_folder: Path, folder: Path, index: int
+) -> Launch:
     section, dtype, model = config.engine, config.model.dtype, str(model_folder)
     gpu = has_gpu()
+    # Two servers with one seed would sample the same answers to the same prompts.
+    seed = config.train.seed + index
     if section.kind == "vllm":
         plugin = install_plugin(folder / "vllm-plugin").resolve()
         lora_rank = config.model.lora.rank if config.sends_adapter else 0
@@ -113,8 +117,11 @@ def _launch(config: Config, max_model_len: int, model_folder: Path, folder: Path
             plugin=plugin,
             gpu=gpu,
             lora_rank=lora_rank,
+            seed=seed,
         )
-    return sglang_launch(section, model, dtype=dtype, max_model_len=max_model_len, gpu=gpu)
+    return sglang_launch(
+        section, model, dtype=dtype, max_model_len=max_model_len, gpu=gpu, seed=seed
+    )
 
 
 def _pause_mode(config: Config) -> PauseMode:

@@ -56,7 +56,8 @@ class LLM:
         max_turns: most turns of the episode.
         max_tokens: most tokens of one context, everything counted.
         rollout_id, group_id: whose cached prefix the engine should look for.
-        seed: the calls' seeds are derived from it, the rollout_id and the index of the call.
+        seed: the calls' seeds are derived from it, the rollout_id and the index of the call, where
+            the engine repeats by them.
     """
 
     def __init__(
@@ -264,7 +265,9 @@ class LLM:
                 seed=self._next_seed(),
             )
 
-    def _next_seed(self) -> int:
+    def _next_seed(self) -> int | None:
+        if not self._engine.repeats:
+            return None
         text = f"{self._seed}/{self.rollout_id}/{self._num_calls}"
         self._num_calls += 1
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -52,6 +52,13 @@ def kill(engine: RemoteEngine) -> None:
     psutil.Process(engine.server.pid).children()[0].kill()
 
 
+def seed_of(engine: RemoteEngine) -> str:
+    """The seed on the server's command line."""
+    assert engine.server is not None
+    line = psutil.Process(engine.server.pid).children()[0].cmdline()
+    return line[[flag in ("--seed", "--random-seed") for flag in line].index(True) + 1]
+
+
 async def interrupted_update(
     pool: EnginePool, source: WeightSource, interruption: Callable[[], Awaitable[None]]
 ) -> None:
@@ -80,6 +87,8 @@ async def test_two_engines_share_the_groups_and_hold_one_version(
         assert all(result.token_ids.tolist() == expected for result in results)
         assert {int(v) for result in results for v in result.weight_versions} == {1}
         assert [engine.stats()["requests"] for engine in pool.engines] == [8.0, 8.0]
+        # With one seed, both would sample the same answers to the same prompts.
+        assert len({seed_of(engine) for engine in pool.engines}) == 2
 
 
 @pytest.mark.parametrize("kind", FAKES)

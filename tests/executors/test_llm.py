@@ -43,6 +43,20 @@ async def test_seeds_are_stable_and_differ_between_calls_episodes_and_runs() -> 
     assert len({*first, *others}) == 9
 
 
+class NeverRepeats(ScriptedEngine):
+    repeats = False
+
+
+async def test_an_engine_that_repeats_nothing_is_given_a_seed_only_where_the_agent_sets_one() -> (
+    None
+):
+    engine = NeverRepeats([[1], [1]])
+    llm = make_llm(engine)
+    await llm.generate([1])
+    await llm.generate([1], seed=7)
+    assert [call.params.seed for call in engine.calls] == [None, 7]
+
+
 async def test_the_engine_stops_on_every_end_of_turn_token_and_stays_in_the_budget() -> None:
     engine = speaking("one two three four")
     llm = make_llm(engine, max_tokens=10, max_new_tokens=8)
