@@ -65,8 +65,8 @@ def build_tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForC
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of 32 each: the least that every engine has kernels for
-        num_key_value_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         bos_token_id=None,
