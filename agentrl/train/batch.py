@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from agentrl.types import Trajectory
 
-__all__ = ["Sample", "build_samples", "episode_token_rewards", "join_episodes", "split_episodes"]
+__all__ = [
+    "Sample",
+    "build_samples",
+    "episode_token_rewards",
+    "join_episodes",
+    "sample_field",
+    "split_episodes",
+]
 
 Floats = NDArray[np.float32]
 
@@ -29,7 +36,8 @@ class Sample:
     tokens stand. episode, the index of the trajectory that the sequence is of. All others [R]
     float32: log-probabilities by the sampler, by the policy before the update (denominator of the
     importance ratio; None: the current policy itself) and by the reference policy; values before
-    the update; advantages; returns; weights in the loss (0: masked).
+    the update; advantages; returns; weights in the loss (0: masked); temperatures at which the
+    tokens were sampled (0: greedily; None: all at `rollout.temperature`).
     """
 
     token_ids: NDArray[np.int32]
@@ -42,6 +50,7 @@ class Sample:
     advantages: Floats | None = None
     returns: Floats | None = None
     weights: Floats | None = None
+    temperatures: Floats | None = None
 
     def __post_init__(self) -> None:
         if len(self.positions) == 0:
@@ -66,6 +75,19 @@ class Sample:
         """R."""
         return len(self.positions)
 
+    @property
+    def at_random(self) -> NDArray[np.bool_]:
+        """Which sampled tokens were drawn, [R]. A greedy one had no alternative: no policy gradient
+        says anything of it."""
+        if self.temperatures is None:
+            return np.ones(self.num_sampled, dtype=np.bool_)
+        return self.temperatures > 0
+
+    @property
+    def num_trained(self) -> int:
+        """How many tokens were drawn at random."""
+        return int(self.at_random.sum())
+
     def with_fields(self, **arrays: Any) -> Sample:
         """A copy with some [R] arrays set, as float32."""
         fields: dict[str, Any] = {k: np.asarray(v, dtype=np.float32) for k, v in arrays.items()}
@@ -85,15 +107,34 @@ def build_samples(trajectories: Sequence[Trajectory], episodes: Iterable[int]) -
             if len(positions_R) == 0:
                 continue
             logprobs_T = sequence.logprobs
+            temperatures_T = np.ones(len(sequence), dtype=np.float32)
+            for turn in sequence.turns:
+                temperatures_T[turn.start : turn.end] = turn.temperature
             samples.append(
                 Sample(
                     token_ids=sequence.token_ids[: positions_R[-1] + 1],
                     positions=positions_R,
                     episode=episode,
                     sampler_logprobs=None if logprobs_T is None else logprobs_T[positions_R],
+                    temperatures=temperatures_T[positions_R],
                 )
             )
     return samples
+
+
+def sample_field(samples: Sequence[Sample], name: str) -> Floats | None:
+    """One [R] field of all samples, in their order; None when they do not have it.
+
+    Raises:
+        ValueError: some samples have it and some do not.
+    """
+    arrays = [getattr(sample, name) for sample in samples]
+    missing = sum(array is None for array in arrays)
+    if arrays and missing == len(arrays):
+        return None
+    if missing:
+        raise ValueError(f"{missing} of {len(arrays)} samples have no {name}")
+    return np.concatenate([np.empty(0, np.float32), *arrays], dtype=np.float32)
 
 
 def episode_token_rewards(trajectory: Trajectory) -> NDArray[np.float64]:

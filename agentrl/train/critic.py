@@ -45,6 +45,7 @@ class ValueScorer(nn.Module):
         entropy_grad: bool = False,
         tree: TreePlan | None = None,
         positions_BT: Tensor | None = None,
+        temperatures_N: Tensor | None = None,
     ) -> TokenScores:
         """The values of the states at `index_N`, called as `TokenScorer.forward` is.
 

@@ -54,18 +54,16 @@ def evaluate(config: Config) -> EvalResult:
         )
         sampler = Sampler(config, executor, engine, tokenizer, policy.generation_config)
         result, outcomes = event_loop.run(_evaluate(config, sampler, examples, weights))
-    mismatch = _mismatch(policy, outcomes, config.rollout.temperature)
+    mismatch = _mismatch(policy, outcomes)
     return replace(result, metrics={**result.metrics, **mismatch})
 
 
-def _mismatch(
-    policy: PreTrainedModel, outcomes: Sequence[Trajectory], temperature: float
-) -> dict[str, float]:
-    compared = samples_to_compare(outcomes, temperature)
+def _mismatch(policy: PreTrainedModel, outcomes: Sequence[Trajectory]) -> dict[str, float]:
+    compared = samples_to_compare(outcomes)
     if not compared:
         return {}
     try:
-        return sample_mismatch(compared, plain_logprobs(policy, compared, temperature))
+        return sample_mismatch(compared, plain_logprobs(policy, compared))
     except UsageError as error:  # a model that can be sampled from but not trained
         logger.warning("the engine was not compared with the model: %s", error)
         return {}

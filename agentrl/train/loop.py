@@ -47,7 +47,6 @@ from agentrl.train.stats import (
     engine_metrics,
     episode_metrics,
     eval_metrics,
-    off_temperature_share,
 )
 from agentrl.train.token_text import TokenText
 from agentrl.train.trajectories import write_trajectories
@@ -59,11 +58,6 @@ __all__ = ["train"]
 
 SUMMARY_STEPS = 5
 """`reward_first` and `reward_last` are means over so many steps."""
-
-OFF_TEMPERATURE = (
-    "the agent samples some turns at another temperature than rollout.temperature, at which the "
-    "learner scores every token: the importance ratios of these turns are off"
-)
 
 MAX_EMPTY_BATCHES = 3
 """So many batches without a single usable group end the run."""
@@ -208,10 +202,6 @@ class TrainingRun:
         metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update
         if REWARD in metrics:
             self._state.rewards.append(metrics[REWARD])
-        off = off_temperature_share(rollout.trajectories, self._config.rollout.temperature)
-        if off > 0:
-            metrics["length/off_temperature"] = off
-            self._warn_once("off_temperature", OFF_TEMPERATURE)
         metrics |= engine_metrics(self._sampler.engine.stats())
         metrics["throughput/tokens_per_second"] = sampled / rollout.seconds
         self._write_trajectories(rollout.outcomes)
@@ -284,7 +274,7 @@ class TrainingRun:
         self._write_trajectories(rollout.outcomes, evaluation=True)
         engine = self._sampler.engine
         await engine.refresh_stats()
-        compared = samples_to_compare(rollout.outcomes, self._config.rollout.temperature)
+        compared = samples_to_compare(rollout.outcomes)
         metrics = engine_metrics(engine.stats())
         if compared:
             metrics |= sample_mismatch(compared, self._learner.logprobs(compared))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.errors import UsageError
-from agentrl.train.batch import Sample
+from agentrl.train.batch import Sample, sample_field
 from agentrl.train.packing import fill_rows
 from agentrl.train.tree_attention import TreePlan, compiled_size
 from agentrl.train.trie import TokenTrie
@@ -35,6 +35,7 @@ __all__ = [
     "padded_size",
     "plan_micro_batches",
     "same_rounds",
+    "temperatures_on",
     "token_field",
 ]
 
@@ -73,7 +74,7 @@ class TokenLayout:
 
     expand[R] says which question each sampled token is, None where they are the same; `tree` what
     the attention of a trie needs; positions[B, T], where rows hold several sequences, begin with 0
-    for each.
+    for each; temperatures[N], float32, divide the logits of each question (None: the scorer's).
     """
 
     input_ids_BT: Tensor
@@ -82,6 +83,7 @@ class TokenLayout:
     expand_R: Tensor | None = None
     tree: TreePlan | None = None
     positions_BT: Tensor | None = None
+    temperatures_N: Tensor | None = None
 
 
 def plan_micro_batches(
@@ -169,14 +171,24 @@ def collate(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
 def _as_trie(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
     trie = TokenTrie.build(micro_batch.samples)
     trie = trie.padded(padded_size(max(trie.num_nodes, 1), device))
-    index, targets, expand = (torch.from_numpy(x).to(device) for x in trie.questions())
+    asked = trie.questions()
     return TokenLayout(
         torch.from_numpy(trie.token_ids).to(device).unsqueeze(0),
-        index,
-        targets,
-        expand,
+        torch.from_numpy(asked.nodes).to(device),
+        torch.from_numpy(asked.targets).to(device),
+        torch.from_numpy(asked.expand).to(device),
         TreePlan(trie.positions, trie.subtree_end, device),
+        temperatures_N=temperatures_on(asked.temperatures, device),
     )
+
+
+def temperatures_on(
+    temperatures: NDArray[np.float32] | None, device: torch.device
+) -> Tensor | None:
+    """Temperatures as they divide logits: greedy tokens are scored at 1, as engines report them."""
+    if temperatures is None:
+        return None
+    return torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1))).to(device)
 
 
 def padded_size(size: int, device: torch.device) -> int:
@@ -211,6 +223,7 @@ def _as_rows(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
         torch.from_numpy(np.concatenate(index, dtype=np.int64)).to(device),
         torch.from_numpy(np.concatenate(targets, dtype=np.int64)).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device) if packed else None,
+        temperatures_N=temperatures_on(sample_field(samples, "temperatures"), device),
     )
 
 
@@ -220,14 +233,8 @@ def token_field(micro_batch: MicroBatch, name: str, device: torch.device) -> Ten
     Raises:
         ValueError: some samples have it and some do not.
     """
-    arrays = [getattr(sample, name) for sample in micro_batch.samples]
-    missing = sum(array is None for array in arrays)
-    if arrays and missing == len(arrays):
-        return None
-    if missing:
-        raise ValueError(f"{missing} of {len(arrays)} samples have no {name}")
-    flat = np.concatenate([np.empty(0, np.float32), *arrays], dtype=np.float32)
-    return torch.from_numpy(flat).to(device)
+    flat = sample_field(micro_batch.samples, name)
+    return None if flat is None else torch.from_numpy(flat).to(device)
 
 
 def _balance(costs: Sequence[int], world_size: int) -> list[list[int]]:

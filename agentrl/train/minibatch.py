@@ -51,10 +51,10 @@ def loss_scale_factor(loss: LossConfig, rollout: RolloutConfig) -> int:
 def _weighted(
     episodes: Sequence[Sequence[Sample]], aggregation: str, scale_factor: int
 ) -> list[Sample]:
-    lengths = [sum(sample.num_sampled for sample in episode) for episode in episodes]
+    lengths = [sum(sample.num_trained for sample in episode) for episode in episodes]
     weights = token_weights(lengths, aggregation, scale_factor=scale_factor)
     return [
-        sample.with_fields(weights=np.full(sample.num_sampled, weight))
+        sample.with_fields(weights=np.where(sample.at_random, weight, 0.0))
         for episode, weight in zip(episodes, weights, strict=True)
         for sample in episode
     ]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from agentrl.engines.mismatch import mismatch_metrics
 from agentrl.train.batch import Sample, build_samples
+from agentrl.train.microbatch import temperatures_on
 from agentrl.train.scorer import TokenScorer
 from agentrl.types import Trajectory
 
@@ -30,11 +31,12 @@ def sample_mismatch(
     """Sampler against learner; nothing where the sampler reported no log-probabilities.
 
     Args:
-        samples: those that the sampler reported nothing of are left out.
+        samples: those that the sampler reported nothing of are left out, and so are greedy tokens,
+            which have no distribution to compare.
         logprobs: of each sample by the learner, [R].
     """
     pairs = [
-        (sample.sampler_logprobs, learner_R)
+        (sample.sampler_logprobs[sample.at_random], learner_R[sample.at_random])
         for sample, learner_R in zip(samples, logprobs, strict=True)
         if sample.sampler_logprobs is not None
     ]
@@ -44,20 +46,12 @@ def sample_mismatch(
     return mismatch_metrics(sampler_N, learner_N, np.ones(len(learner_N), dtype=np.bool_))
 
 
-def samples_to_compare(trajectories: Sequence[Trajectory], temperature: float) -> list[Sample]:
-    """The samples of the first episodes whose log-probabilities the engine was asked for.
-
-    An episode with a turn at another temperature than `temperature` is left out.
-    """
+def samples_to_compare(trajectories: Sequence[Trajectory]) -> list[Sample]:
+    """The samples of the first episodes whose log-probabilities the engine was asked for."""
     chosen, tokens = [], 0
     for trajectory in trajectories:
         sequences = trajectory.sequences
-        asked = bool(sequences) and all(
-            sequence.logprobs is not None
-            and all(turn.temperature == temperature for turn in sequence.turns)
-            for sequence in sequences
-        )
-        if not asked:
+        if not sequences or any(sequence.logprobs is None for sequence in sequences):
             continue
         tokens += sum(len(sequence) for sequence in sequences)
         if tokens > COMPARED_TOKENS:
@@ -67,15 +61,18 @@ def samples_to_compare(trajectories: Sequence[Trajectory], temperature: float) -
 
 
 @torch.no_grad()
-def plain_logprobs(
-    policy: PreTrainedModel, samples: Sequence[Sample], temperature: float
-) -> list[NDArray[np.float32]]:
+def plain_logprobs(policy: PreTrainedModel, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
     """Log-probabilities under a model that no learner holds: [R] of each sample."""
-    scorer = TokenScorer(policy.eval(), temperature=temperature)
+    scorer = TokenScorer(policy.eval(), temperature=1.0)
     found = []
     for sample in samples:
         ids_T = torch.tensor(sample.token_ids, dtype=torch.int64, device=policy.device)
         positions_R = torch.tensor(sample.positions, dtype=torch.int64, device=policy.device)
-        scores = scorer(ids_T[None, :-1], positions_R - 1, ids_T[positions_R])
+        scores = scorer(
+            ids_T[None, :-1],
+            positions_R - 1,
+            ids_T[positions_R],
+            temperatures_N=temperatures_on(sample.temperatures, policy.device),
+        )
         found.append(scores.logprobs_N.cpu().numpy())
     return found

@@ -126,5 +126,6 @@ class Pass:
             entropy_grad=entropy_grad,
             tree=layout.tree,
             positions_BT=layout.positions_BT,
+            temperatures_N=layout.temperatures_N,
         )
         return scores

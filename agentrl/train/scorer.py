@@ -4,8 +4,9 @@ The language-model head runs on the hidden states that predict sampled tokens on
 are computed again in the backward pass, so that logits never exist for the whole batch. The value
 head is a linear layer of its own on the same hidden states.
 
-Log-probabilities are those of the sampling distribution: softmax of logits / temperature, in
-float32. Truncation (top-p, top-k) is not replayed: they are of the whole distribution.
+Log-probabilities are those of the sampling distribution: softmax of logits / temperature, each
+token's own, in float32. Truncation (top-p, top-k) is not replayed: they are of the whole
+distribution.
 
 Shapes: B sequences, T inputs, H hidden size, V vocabulary, N sampled tokens.
 """
@@ -88,6 +89,7 @@ class TokenScorer(nn.Module):
         entropy_grad: bool = False,
         tree: TreePlan | None = None,
         positions_BT: Tensor | None = None,
+        temperatures_N: Tensor | None = None,
     ) -> TokenScores:
         """Score the tokens `targets_N` from the hidden states at `index_N` (in B * T).
 
@@ -100,22 +102,22 @@ class TokenScorer(nn.Module):
             entropy_grad: whether the entropy takes part in the backward pass.
             tree: what each node attends to, where the policy's attention is `TREE_ATTENTION`.
             positions_BT: int64, where rows hold several sequences: the positions within each.
+            temperatures_N: float32, above 0, in place of the scorer's own temperature.
         """
         extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
         if tree is not None:
             extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
         hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False, **extra)[0]
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        if temperatures_N is None:
+            temperatures_N = torch.full_like(index_N, self.temperature, dtype=torch.float32)
+        split = [x.tensor_split(head_chunks) for x in (hidden_NH, targets_N, temperatures_N)]
         parts = []
-        for chunk_H, targets in zip(
-            hidden_NH.tensor_split(head_chunks), targets_N.tensor_split(head_chunks), strict=True
-        ):
+        for chunk in zip(split[0], split[1], split[2], strict=True):
             if head_chunks > 1 and torch.is_grad_enabled():
-                parts.append(
-                    checkpoint(self._score, chunk_H, targets, entropy_grad, use_reentrant=False)
-                )
+                parts.append(checkpoint(self._score, *chunk, entropy_grad, use_reentrant=False))
             else:
-                parts.append(self._score(chunk_H, targets, entropy_grad))
+                parts.append(self._score(*chunk, entropy_grad))
         logprobs, entropies = zip(*parts, strict=True)
         values_N = None
         if self.value_head is not None:
@@ -129,9 +131,9 @@ class TokenScorer(nn.Module):
         return logits_NV
 
     def _score(
-        self, hidden_NH: Tensor, targets_N: Tensor, entropy_grad: bool
+        self, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        log_probs_NV = (self._logits(hidden_NH) / self.temperature).log_softmax(-1)
+        log_probs_NV = (self._logits(hidden_NH) / temperatures_N.unsqueeze(-1)).log_softmax(-1)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
         return log_probs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N

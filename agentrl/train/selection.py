@@ -1,7 +1,7 @@
 """Which episodes of a batch are trained on.
 
-Shapes: E episodes. Left out are episodes that cannot be scored, that hold no sampled token, that
-were cut (`loss.mask_truncated`), and, for a group estimator, groups in which nothing tells the
+Shapes: E episodes. Left out are episodes that cannot be scored, that hold no token drawn at random,
+that were cut (`loss.mask_truncated`), and, for a group estimator, groups in which nothing tells the
 members apart. An episode that is left out for being cut still counts in its group's baseline.
 """
 
@@ -63,11 +63,17 @@ def select_episodes(trajectories: Sequence[Trajectory], algo: AlgoConfig) -> Sel
         index
         for index, trajectory in enumerate(trajectories)
         if trajectory.reward is not None
-        and trajectory.num_sampled
+        and _has_drawn_tokens(trajectory)
         and trajectory.group_id not in dropped
         and not (algo.loss.mask_truncated and trajectory.truncated)
     )
     return Selection(trained, rewards_E, group_ids, equal)
+
+
+def _has_drawn_tokens(trajectory: Trajectory) -> bool:
+    """Whether any token was sampled other than greedily."""
+    turns = (turn for sequence in trajectory.sequences for turn in sequence.turns)
+    return any(turn.end > turn.start and turn.temperature > 0 for turn in turns)
 
 
 def _floats(values: Iterable[float | None]) -> NDArray[np.float64]:

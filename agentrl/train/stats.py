@@ -12,7 +12,7 @@ from agentrl.train.eval_result import EvalResult
 from agentrl.train.metrics import EVAL_REWARD, REWARD
 from agentrl.types import Trajectory
 
-__all__ = ["engine_metrics", "episode_metrics", "eval_metrics", "off_temperature_share"]
+__all__ = ["engine_metrics", "episode_metrics", "eval_metrics"]
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -58,14 +58,6 @@ def eval_metrics(result: EvalResult) -> dict[str, float]:
     }
     metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at_k.items()}
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
-
-
-def off_temperature_share(trajectories: Sequence[Trajectory], temperature: float) -> float:
-    """The share of sampled tokens whose turn an agent had sampled at another temperature."""
-    turns = [turn for t in trajectories for sequence in t.sequences for turn in sequence.turns]
-    sampled = sum(turn.end - turn.start for turn in turns)
-    off = sum(turn.end - turn.start for turn in turns if turn.temperature != temperature)
-    return off / sampled if sampled else 0.0
 
 
 def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:

@@ -15,15 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.train.batch import Sample
+from agentrl.train.batch import Sample, sample_field
 
-__all__ = ["TokenTrie", "prefix_order"]
+__all__ = ["Questions", "TokenTrie", "prefix_order"]
 
 Ints = NDArray[np.int64]
+
+
+class Questions(NamedTuple):
+    """What is asked of a model: distinct (node, target, temperature), ascending by node.
+
+    nodes[N], targets[N], temperatures[N] float32 (None: the same for all), and expand[R], which
+    question each sampled token is.
+    """
+
+    nodes: Ints
+    targets: Ints
+    temperatures: NDArray[np.float32] | None
+    expand: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,8 @@ class TokenTrie:
 
     token_ids[T], positions[T] (depths) and subtree_end[T] (one past the last descendant) describe
     the nodes; index[R] is the node whose hidden state predicts each sampled token, targets[R] the
-    token itself, both in the order of the samples and their tokens. All int64.
+    token itself, temperatures[R] what it was sampled at (None: the same for all), in the order of
+    the samples and their tokens. All int64 but the temperatures, float32.
     """
 
     token_ids: Ints
@@ -40,6 +55,7 @@ class TokenTrie:
     subtree_end: Ints
     index: Ints
     targets: Ints
+    temperatures: NDArray[np.float32] | None = None
 
     @classmethod
     def build(cls, samples: Sequence[Sample]) -> TokenTrie:
@@ -71,6 +87,7 @@ class TokenTrie:
             subtree_end,
             np.concatenate([empty, *index]),
             np.concatenate([empty, *targets], dtype=np.int64),
+            sample_field(samples, "temperatures"),
         )
 
     @property
@@ -78,15 +95,18 @@ class TokenTrie:
         """T."""
         return len(self.token_ids)
 
-    def questions(self) -> tuple[Ints, Ints, Ints]:
-        """The distinct pairs of node and target, so that repeated responses share the head too.
-
-        Returns:
-            index[N] and targets[N] of the pairs, and expand[R]: which pair each sampled token is.
-        """
+    def questions(self) -> Questions:
+        """The distinct ones, so that repeated responses share the head too."""
         base = self.targets.max(initial=0) + 1
-        pairs, expand = np.unique(self.index * base + self.targets, return_inverse=True)
-        return pairs // base, pairs % base, expand
+        keys, degrees = self.index * base + self.targets, None
+        if self.temperatures is not None:
+            degrees, degree_R = np.unique(self.temperatures, return_inverse=True)
+            keys = keys * len(degrees) + degree_R
+        found, expand = np.unique(keys, return_inverse=True)
+        temperatures = None
+        if degrees is not None:
+            temperatures, found = degrees[found % len(degrees)], found // len(degrees)
+        return Questions(found // base, found % base, temperatures, expand)
 
     def padded(self, size: int) -> TokenTrie:
         """Add nodes up to `size` that see themselves alone and are asked for nothing."""

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.train.microbatch import MicroBatch, TokenLayout, padded_size
+from agentrl.train.microbatch import MicroBatch, TokenLayout, padded_size, temperatures_on
 from agentrl.train.prefix_cache import ChunkPast, PrefixCache
 from agentrl.train.tree_attention import TreePlan
-from agentrl.train.trie import TokenTrie
+from agentrl.train.trie import Questions, TokenTrie
 
 __all__ = ["TrieChunks"]
 
@@ -43,11 +43,11 @@ class TrieChunks:
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         trie = TokenTrie.build(micro_batch.samples)
-        index, targets, expand = trie.questions()
+        asked = trie.questions()
         self.num_nodes = trie.num_nodes
-        self.expand_R = torch.from_numpy(expand).to(device)
+        self.expand_R = torch.from_numpy(asked.expand).to(device)
         bounds = np.linspace(0, trie.num_nodes, micro_batch.chunks + 1).astype(np.int64).tolist()
-        self._chunks = [_cut(trie, index, targets, start, end) for start, end in pairwise(bounds)]
+        self._chunks = [_cut(trie, asked, start, end) for start, end in pairwise(bounds)]
         self._cache = PrefixCache(max(trie.num_nodes, 1))
         self._device = device
 
@@ -85,20 +85,21 @@ class TrieChunks:
             torch.from_numpy(trie.index).to(self._device),
             torch.from_numpy(trie.targets).to(self._device),
             tree=TreePlan(trie.positions, trie.subtree_end, self._device, past),
+            temperatures_N=temperatures_on(trie.temperatures, self._device),
         )
 
 
-def _cut(trie: TokenTrie, index: Ints, targets: Ints, start: int, end: int) -> _Chunk:
-    """Nodes start .. end with the questions to them, which `index` names in ascending order."""
+def _cut(trie: TokenTrie, asked: Questions, start: int, end: int) -> _Chunk:
+    """Nodes start .. end with the questions to them."""
     path = np.flatnonzero(trie.subtree_end[:start] > start)
-    own = slice(start, end)
-    asked = slice(*np.searchsorted(index, [start, end]))
-    part = TokenTrie(
+    own, part = slice(start, end), slice(*np.searchsorted(asked.nodes, [start, end]))
+    chunk = TokenTrie(
         trie.token_ids[own],
         trie.positions[own],
         np.minimum(trie.subtree_end[own], end) - start,
-        index[asked] - start,
-        targets[asked],
+        asked.nodes[part] - start,
+        asked.targets[part],
+        None if asked.temperatures is None else asked.temperatures[part],
     )
     rows = np.minimum(trie.subtree_end[path], end) - start
-    return _Chunk(start, end, part, path, rows)
+    return _Chunk(start, end, chunk, path, rows)

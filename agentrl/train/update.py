@@ -48,7 +48,7 @@ def policy_update(
     selection = select_episodes(trajectories, config.algo)
     samples = build_samples(trajectories, selection.trained)
     metrics |= selection.metrics()
-    metrics["policy/tokens_trained"] = float(sum(sample.num_sampled for sample in samples))
+    metrics["policy/tokens_trained"] = float(sum(sample.num_trained for sample in samples))
     metrics["policy/skipped_updates"] = float(not samples)
     if not samples:
         return metrics

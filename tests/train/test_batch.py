@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from learner_parts import trajectory
@@ -33,6 +35,15 @@ def test_a_sample_holds_the_sampled_positions_and_nothing_after_the_last():
     assert sample.positions.tolist() == [2, 4, 5]
     np.testing.assert_allclose(sample.sampler_logprobs, [-0.2, -0.4, -0.5])
     assert sample.num_inputs == 5
+
+
+def test_a_sample_knows_the_temperature_of_each_token_and_which_were_drawn_at_random():
+    turns = (Turn(1, 3, "stop", temperature=0.7), Turn(4, 5, "stop", temperature=0.0))
+    whole = replace(sequence(list(range(6)), [(1, 3, None), (4, 5, None)]), turns=turns)
+    (sample,) = build_samples([Trajectory((whole,), 1.0, StopReason.DONE)], [0])
+    np.testing.assert_allclose(sample.temperatures, [0.7, 0.7, 0])
+    assert sample.at_random.tolist() == [True, True, False]
+    assert sample.num_trained == 2
 
 
 def test_only_the_named_episodes_become_samples_and_keep_their_index():

@@ -49,25 +49,25 @@ def test_an_evaluation_reports_the_engines_metrics_and_its_mismatch(
 
 def test_episodes_are_compared_until_their_tokens_are_many() -> None:
     episodes = [trajectory(1.0, turns=(1000,) * 3, seed=seed) for seed in range(4)]
-    assert len(samples_to_compare(episodes, 1.0)) == 2  # of 3010 tokens each
+    assert len(samples_to_compare(episodes)) == 2  # of 3010 tokens each
     assert COMPARED_TOKENS == 8192
 
 
-def test_only_episodes_with_logprobs_at_the_runs_temperature_are_compared() -> None:
+def test_only_episodes_with_logprobs_are_compared() -> None:
     asked, unasked = trajectory(1.0), trajectory(1.0, logprobs=False)
-    assert [s.episode for s in samples_to_compare([unasked, asked, unasked], 1.0)] == [0]
-    assert samples_to_compare([asked], 0.5) == []
-    assert samples_to_compare([trajectory(None, turns=())], 1.0) == []
+    assert [s.episode for s in samples_to_compare([unasked, asked, unasked])] == [0]
+    assert samples_to_compare([trajectory(None, turns=())]) == []
 
 
 def test_the_mismatch_is_the_one_that_a_plain_forward_pass_and_the_learner_tell() -> None:
-    samples = samples_to_compare([trajectory(1.0, seed=seed) for seed in range(3)], 1.0)
+    samples = samples_to_compare([trajectory(1.0, seed=seed) for seed in range(3)])
+    samples = [s.with_fields(temperatures=np.full(s.num_sampled, 0.7)) for s in samples]
     model = small_llama()
-    plain = plain_logprobs(model, samples, 0.7)
+    plain = plain_logprobs(model, samples)
     for sample, logprobs_R in zip(samples, plain, strict=True):
         expected = full_logprobs(model, sample, 0.7).detach().numpy()
         np.testing.assert_allclose(logprobs_R, expected, atol=1e-5)
-    learner = Learner(small_llama(), make_config(rollout={"temperature": 0.7}))
+    learner = Learner(small_llama(), make_config())
     by_learner = sample_mismatch(samples, learner.logprobs(samples))
     learner.close()
     assert sample_mismatch(samples, plain) == pytest.approx(by_learner, abs=1e-5)

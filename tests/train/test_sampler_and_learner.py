@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from chat_formats import make_tokenizer
 from embedded_models import prompt, serving
 from learner_parts import VOCAB, make_config, small_llama
@@ -22,14 +24,15 @@ from agentrl.train.update import policy_update
 from agentrl.types import SamplingParams, StopReason, Trajectory
 
 
-async def sampled(temperature: float) -> list[Trajectory]:
-    """Four episodes of two turns, in one group."""
+async def sampled(*temperatures: float) -> list[Trajectory]:
+    """Four episodes of two turns, at these temperatures in turn, in one group."""
     episodes = []
     async with serving(small_llama().eval()) as engine:
         for number in range(4):
             record = TokenRecord()
             for turn in range(2):
                 record.extend([i % VOCAB for i in prompt(5 + number, seed=10 * number + turn)])
+                temperature = temperatures[turn % len(temperatures)]
                 params = SamplingParams(6 + turn, temperature=temperature, seed=number)
                 record.sample(await engine.generate(record.token_ids, params))
             sequence = record.sequence()
@@ -52,10 +55,38 @@ async def test_the_first_ratio_is_one_against_the_samplers_own_logprobs(temperat
     assert metrics["mismatch/log_ratio_max"] < 1e-4
 
 
-async def test_a_learner_at_another_temperature_would_be_seen():
-    config = make_config(rollout={"temperature": 1.0})
+@pytest.mark.parametrize("sharing", ["trie", "packed", "padded"])
+async def test_each_turn_is_scored_at_the_temperature_it_was_sampled_at(sharing: str):
+    config = make_config(
+        algo={"loss": {"old_logprobs": "sampler"}}, train={"prefix_sharing": sharing}
+    )
     learner = Learner(small_llama(), config)
-    metrics = policy_update(learner, await sampled(0.6), config)
+    metrics = policy_update(learner, await sampled(0.6, 1.4), config)
+    learner.close()
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch/log_ratio_max"] < 1e-4
+
+
+async def test_greedy_turns_are_context_and_teach_nothing():
+    config, episodes = make_config(), await sampled(1.0, 0.0)
+    learner = Learner(small_llama(), config)
+    metrics = policy_update(learner, episodes, config)
+    assert metrics["policy/tokens_trained"] == 4 * 6
+    before = [weight.clone() for _, weight in learner.named_weights()]
+    metrics = policy_update(learner, await sampled(0.0), config)
+    assert metrics["policy/skipped_updates"] == 1
+    after = [weight for _, weight in learner.named_weights()]
+    assert all(map(torch.equal, before, after))
+    learner.close()
+
+
+async def test_a_learner_at_another_temperature_would_be_seen():
+    config, episodes = make_config(), await sampled(0.6)
+    wrong = [replace(turn, temperature=1.0) for turn in episodes[0].sequences[0].turns]
+    sequences = (replace(episodes[0].sequences[0], turns=tuple(wrong)),)
+    episodes[0] = replace(episodes[0], sequences=sequences)
+    learner = Learner(small_llama(), config)
+    metrics = policy_update(learner, episodes, config)
     learner.close()
     assert metrics["mismatch/log_ratio_max"] > 0.1
 

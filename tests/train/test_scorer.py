@@ -41,6 +41,21 @@ def test_logprobs_are_those_of_the_tempered_distribution_whatever_the_padding(te
     torch.testing.assert_close(scores.logprobs_N, expected, atol=1e-5, rtol=0)
 
 
+def test_each_token_has_the_temperature_that_is_given_for_it():
+    model = small_llama()
+    hot = [s.with_fields(temperatures=np.full(s.num_sampled, 0.5)) for s in samples()]
+    hot[1] = hot[1].with_fields(temperatures=[1, 2, 1, 2, 0.5, 1, 1, 1])
+    layout = collate(MicroBatch(tuple(hot), (0, 1, 2), 1), torch.device("cpu"))
+    scores = TokenScorer(model, temperature=1.0)(
+        layout.input_ids_BT, layout.index_N, layout.targets_N, 2,
+        temperatures_N=layout.temperatures_N,
+    )  # fmt: skip
+    at = {t: torch.cat([full_logprobs(model, s, t) for s in hot]) for t in (0.5, 1.0, 2.0)}
+    given = torch.from_numpy(np.concatenate([s.temperatures for s in hot]))
+    expected = torch.where(given == 0.5, at[0.5], torch.where(given == 1, at[1.0], at[2.0]))
+    torch.testing.assert_close(scores.logprobs_N, expected, atol=1e-5, rtol=0)
+
+
 def test_a_token_in_the_middle_that_is_not_sampled_has_no_part():
     """The scores equal those of the whole sequence under its mask (trl#4975)."""
     model = small_llama()

@@ -24,9 +24,17 @@ def test_a_sampled_token_is_read_at_the_node_before_it_in_the_order_of_the_sampl
 def test_repeated_responses_share_every_node_and_every_question():
     trie = TokenTrie.build([sample([1, 2, 3], 2), sample([1, 2, 3], 2), sample([1, 2, 4], 2)])
     assert trie.num_nodes == 2
-    index, targets, expand = trie.questions()
+    index, targets, _, expand = trie.questions()
     assert list(zip(index, targets, strict=True)) == [(0, 2), (1, 3), (1, 4)]
     assert expand.tolist() == [0, 1, 0, 1, 0, 2]
+
+
+def test_the_same_token_at_another_temperature_is_another_question():
+    cold, hot = (sample([1, 2, 3], 2).with_fields(temperatures=[1, t]) for t in (0.5, 1))
+    asked = TokenTrie.build([cold, hot, cold]).questions()
+    assert asked.nodes.tolist() == [0, 1, 1]
+    assert asked.temperatures.tolist() == [1, 0.5, 1]
+    assert asked.expand.tolist() == [0, 1, 0, 2, 0, 1]
 
 
 def test_a_sequence_that_ends_inside_anothers_prefix_adds_no_node():
@@ -43,7 +51,7 @@ def test_what_only_the_last_token_tells_apart_is_one_path():
 def test_no_samples_are_no_nodes():
     trie = TokenTrie.build([])
     assert trie.num_nodes == len(trie.index) == 0
-    assert [len(part) for part in trie.questions()] == [0, 0, 0]
+    assert len(trie.questions().nodes) == len(trie.questions().expand) == 0
 
 
 def test_padding_sees_itself_alone():
@@ -71,7 +79,7 @@ def test_the_ancestors_of_a_node_spell_its_prefix(samples: list[Sample]):
 @given(batches())
 def test_every_sampled_token_is_read_where_its_own_prefix_ends(samples: list[Sample]):
     trie = TokenTrie.build(samples)
-    index, targets, expand = trie.questions()
+    index, targets, _, expand = trie.questions()
     assert np.array_equal(index[expand], trie.index)
     assert np.array_equal(targets[expand], trie.targets)
     asked = iter(zip(trie.index, trie.targets, strict=True))

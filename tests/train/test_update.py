@@ -7,7 +7,7 @@ from learner_parts import make_config, small_llama, trajectory
 
 from agentrl.config import LossConfig
 from agentrl.errors import UsageError
-from agentrl.train.batch import build_samples
+from agentrl.train.batch import Sample, build_samples
 from agentrl.train.learner import Learner
 from agentrl.train.minibatch import loss_scale_factor, mini_batches
 from agentrl.train.preparation import kl_of_samples
@@ -166,6 +166,13 @@ def test_an_episode_that_forked_counts_as_one_sequence():
     one, two = build_samples(batch(), range(2))
     (step,) = mini_batches([one, one, two], config, seed=(0, 0))
     assert [s.weights[0] for s in step] == [0.5, 0.5, 0.5]
+
+
+def test_greedy_tokens_have_no_weight_and_no_part_in_a_mean():
+    one = Sample(np.arange(4), np.array([1, 2, 3]), episode=0).with_fields(temperatures=[1, 0, 1])
+    two = Sample(np.arange(4), np.array([2, 3]), episode=1).with_fields(temperatures=[1, 1])
+    (step,) = mini_batches([one, two], make_config(), seed=(0, 0))
+    assert [sample.weights.tolist() for sample in step] == [[0.25, 0, 0.25], [0.25, 0.25]]
 
 
 def test_better_episodes_become_more_likely():

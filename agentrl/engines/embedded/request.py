@@ -89,6 +89,7 @@ class Request:
                 weight_versions=np.array(self.weight_versions, dtype=np.int32),
                 finish_reason=reason or ("stop" if self._stopped else "length"),
                 cached_tokens=self.cached_tokens or 0,
+                temperature=self.params.temperature,
             )
         )
 
