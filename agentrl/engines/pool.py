@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from agentrl.engines.base import Engine, PauseMode, WeightSource
 from agentrl.engines.engine_stats import EngineCounts
+from agentrl.engines.head_padding import HeadPadding
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.routing import Router
 from agentrl.engines.transport.adapter import AdapterTransport
@@ -36,6 +38,7 @@ class EnginePool(Engine):
         transport: How weights travel to all of them at once.
         update: How an update goes.
         max_restarts: How often one server is started again.
+        padding: What the servers need done to the weights.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class EnginePool(Engine):
         update: UpdateSettings = UpdateSettings(),  # noqa: B008
         *,
         max_restarts: int = 3,
+        padding: HeadPadding | None = None,
     ) -> None:
         self.engines = tuple(engines)
         self._transport = transport
         self._update = update
+        self._padding = padding
         self._router = Router(
             [
                 (engine, replica if engine.replicas > 1 else None)
@@ -133,6 +138,9 @@ class EnginePool(Engine):
         Raises:
             EngineError: it failed; the engines refuse requests until an update succeeds.
         """
+        if (padding := self._padding) is not None:
+            draw = source.named_weights
+            source = replace(source, named_weights=lambda: padding.weights(draw()))
         async with self._updating:
             await update_weights(self._living(), source, self._transport, self._update)
             self._newest = source

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from agentrl.config import Config
 from agentrl.engines.base import PauseMode
+from agentrl.engines.head_padding import head_padding
 from agentrl.engines.launch import Launch, sglang_launch, vllm_launch
 from agentrl.engines.on_cpu import has_gpu
 from agentrl.engines.pool import EnginePool
@@ -40,7 +41,23 @@ def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> 
         UsageError: the folder holds no model, or settings do not fit together.
     """
     section = config.engine
-    limits = _limits(config, model_folder)
+    model = _model(config, model_folder)
+    limits = EngineLimits(
+        max_model_len=section.max_model_len or config.rollout.max_tokens,
+        max_num_seqs=section.max_num_seqs,
+        request_timeout=section.request_timeout,
+        vocab_size=model.vocab_size,
+    )
+    padding = None
+    if section.kind == "vllm" and not section.urls and not has_gpu():
+        padding = head_padding(model)
+    if padding is not None:
+        if config.sends_adapter:
+            raise UsageError(
+                "vLLM has no CPU kernels for heads as small as this model's, and adapters are not "
+                "padded: set engine.lora merged"
+            )
+        model_folder = padding.folder(model_folder, run_dir / "engines" / "padded-model")
     update = UpdateSettings(
         pause_mode=_pause_mode(config),
         bucket_bytes=section.bucket_mb << 20,
@@ -58,7 +75,9 @@ def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> 
         for index in range(len(section.urls) or section.num_engines)
     ]
     behind_one_router([e for e in engines if isinstance(e, RoutedSGLangEngine)])
-    return EnginePool(engines, transport, update, max_restarts=section.max_restarts)
+    return EnginePool(
+        engines, transport, update, max_restarts=section.max_restarts, padding=padding
+    )
 
 
 def _engine(
@@ -142,17 +161,10 @@ def _devices(config: Config, index: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)}
 
 
-def _limits(config: Config, model_folder: Path) -> EngineLimits:
+def _model(config: Config, model_folder: Path) -> PretrainedConfig:
     try:
-        model = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model_folder, trust_remote_code=config.model.trust_remote_code
         ).get_text_config()
     except (OSError, ValueError) as error:
         raise UsageError(f"{model_folder} holds no model that can be served: {error}") from error
-    section = config.engine
-    return EngineLimits(
-        max_model_len=section.max_model_len or config.rollout.max_tokens,
-        max_num_seqs=section.max_num_seqs,
-        request_timeout=section.request_timeout,
-        vocab_size=model.vocab_size,
-    )
