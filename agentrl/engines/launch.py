@@ -88,6 +88,9 @@ def vllm_launch(
         options["tensor_parallel_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
         options["data_parallel_size"] = config.data_parallel_size
+        # By default each replica has an API server, and an abort works only at the one that has
+        # the request.
+        options["api_server_count"] = 1
     if config.enable_sleep:
         options["enable_sleep_mode"] = True
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}

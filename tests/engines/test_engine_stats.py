@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from engines.conftest import REAL, EngineUnderTest
 from engines.test_pool import running
 from engines.tiny import EOS
 from transformers import PreTrainedModel
@@ -219,3 +220,24 @@ async def test_a_request_that_is_too_slow_counts_as_timed_out(
             await pool.generate([5, 6], SamplingParams(100, temperature=2.0))
         stats = pool.stats()
     assert (stats["timeout_ratio"], stats["requests"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("served", REAL, indirect=True)
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_real_server_tells_what_only_it_knows(served: EngineUnderTest) -> None:
+    engine = served.engine
+    await engine.refresh_stats()
+    engine.stats()
+    prompt = list(range(3, 60))
+    slow = asyncio.create_task(engine.generate(prompt, SamplingParams(300, temperature=2.0)))
+    await engine.generate(prompt, SamplingParams(8, temperature=0))
+    await engine.refresh_stats()
+    await slow
+    await engine.refresh_stats()
+    stats = engine.stats()
+    assert 0 < stats["ttft_mean"] <= stats["request_latency_p99"]
+    assert 0 < stats["tpot_mean"] < stats["request_latency_p99"]
+    assert stats["tpot_mean"] < stats["request_latency_p99"] / 8
+    assert 0 <= stats["kv_cache_usage"] <= stats["kv_cache_usage_max"] <= 1
+    assert stats["preemptions"] == 0
+    assert stats["sampled_tokens"] == 308

@@ -73,4 +73,5 @@ def test_servers_are_started_with_their_replicas(size: int, tmp_path: Path) -> N
         EngineConfig(kind="sglang", data_parallel_size=size), "m", **shared
     ).with_port(1)
     for line, flag in ((vllm, "--data-parallel-size"), (sglang, "--dp-size")):
+        assert ("--api-server-count" in line) == (size == 2 and line is vllm)
         assert (line[line.index(flag) + 1] if flag in line else "1") == str(size)
