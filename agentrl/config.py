@@ -186,6 +186,9 @@ class TrainConfig(Section):
     """`trie`: tokens that sequences share (the prompt of a group, the history of a fork) are
     computed once; `packed`: every sequence for itself, several in a row; `padded`: each in a row of
     its own; `auto`: the first of them that the model can."""
+    sequence_parallel_size: PositiveInt = 1
+    """Ranks that compute one trie together, each a part of its nodes and heads (Ulysses): for
+    sequences whose activations are too much for one GPU."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward: less memory, more time."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -250,6 +253,12 @@ class Config(Section):
                 "(grpo, dr_grpo, rloo) with algo.advantage.drop_zero_variance, or set "
                 "rollout.dynamic_sampling false"
             )
+        rows = self.train.prefix_sharing in ("packed", "padded")
+        if self.train.sequence_parallel_size > 1 and rows:
+            raise ValueError(
+                "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
+                f"{self.train.prefix_sharing}: set one of them to its default"
+            )
         if self.train.reference_offload and (algo.kl.coef == 0 or self.model.lora.rank):
             why = (
                 "model.lora scores with the policy itself" if algo.kl.coef else "algo.kl.coef is 0"
@@ -269,10 +278,7 @@ class Config(Section):
                 f"rollout.max_new_tokens ({rollout.max_new_tokens}) is more than "
                 f"rollout.max_tokens ({rollout.max_tokens}): raise rollout.max_tokens"
             )
-        if (
-            rollout.max_tokens > self.train.max_tokens_per_gpu
-            and self.train.prefix_sharing in ("packed", "padded")
-        ):
+        if rollout.max_tokens > self.train.max_tokens_per_gpu and rows:
             raise ValueError(
                 f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
                 f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing "

@@ -21,7 +21,8 @@ from agentrl.train.objective import LossTerms, Sums, weighted_value_loss
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.passes import Pass
 from agentrl.train.scorer import TokenScores, value_head_for
-from agentrl.train.tree_attention import TREE_ATTENTION, TreePlan
+from agentrl.train.sequence_parallel import SequenceGroup
+from agentrl.train.tree_attention import TreePlan
 from agentrl.train.zero import start_training, step_optimizer
 
 __all__ = ["Critic", "ValueScorer"]
@@ -70,35 +71,38 @@ class Critic:
         model: PreTrainedModel,
         config: Config,
         *,
-        shares_prefixes: bool,
+        attention: str | None,
+        sequence: SequenceGroup | None,
     ) -> None:
-        """Take over `model`."""
-        if shares_prefixes:
-            model.set_attn_implementation(TREE_ATTENTION)
+        """Take over `model`, with the attention and the ranks that the policy runs with too."""
+        if attention is not None:
+            model.set_attn_implementation(attention)
         if config.train.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         scorer = ValueScorer(model)
         self._lr = config.algo.value.lr or config.train.lr
         optimizer = build_optimizer(scorer, config.train, lr=self._lr)
-        self._group = group
+        self._group, self._sequence = group, sequence
         self.engine = start_training(scorer, optimizer, config.train, world_size=group.world_size)
 
     def values(self, micro_batch: MicroBatch) -> Tensor | None:
         """Values [R] of the states in which each token was sampled."""
-        return Pass(self.engine, micro_batch, self._group.device).scores().values_N
+        return self._pass(micro_batch).scores().values_N
 
     def learn(
         self, micro_batch: MicroBatch, terms: LossTerms, algo: AlgoConfig, *, is_last: bool
     ) -> Tensor:
         """Add the gradient of the value loss to what is there; returns the values [R]."""
-        run = Pass(self.engine, micro_batch, self._group.device)
-        scores, _ = run.backward(
+        scores, _ = self._pass(micro_batch).backward(
             partial(_loss, terms=terms, algo=algo),
             entropy_grad=False,
             is_last=is_last,
             scale=self._group.world_size,
         )
         return _values(scores).detach()
+
+    def _pass(self, micro_batch: MicroBatch) -> Pass:
+        return Pass(self.engine, micro_batch, self._group.device, self._sequence)
 
     def step(self, lr_scale: float) -> float:
         """Step the optimizer; the norm of the gradient. See `zero.step_optimizer`."""

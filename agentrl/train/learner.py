@@ -143,7 +143,7 @@ class Learner:
             current policy, in order.
         """
         plan = self._plan(samples)
-        results = self._call("forward_backward", [(share, algo) for share in plan])
+        results = self._call_shares("forward_backward", plan, algo)
         scores = _in_order(plan, [scores for _, scores in results], len(samples))
         return add_sums(sums for sums, _ in results), scores
 
@@ -233,7 +233,9 @@ class Learner:
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         text_config = self.policy_config.get_text_config()
-        world_size, max_tokens = self.group.world_size, self.config.train.max_tokens_per_gpu
+        together = self.config.train.sequence_parallel_size
+        world_size = self.group.world_size // together
+        max_tokens = self.config.train.max_tokens_per_gpu * together
         vocab_size = text_config.vocab_size
         if self._worker.sharing == "trie":
             return plan_tries(
@@ -254,8 +256,19 @@ class Learner:
 
     def _score_all(self, method: str, samples: Sequence[Sample]) -> list[SampleScores]:
         plan = self._plan(samples)
-        results = self._call(method, [(share,) for share in plan])
+        results = self._call_shares(method, plan)
         return _in_order(plan, results, len(samples))
+
+    def _call_shares(
+        self, method: str, plan: Sequence[list[MicroBatch]], *further: Any
+    ) -> list[Any]:
+        """Run a method of the worker on each share of a plan; what came of each share.
+
+        All ranks that compute a sequence together get the same share and have the same results.
+        """
+        size = self.config.train.sequence_parallel_size
+        results = self._call(method, [(share, *further) for share in plan for _ in range(size)])
+        return results[::size]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run a method of the worker on every rank, each with its own arguments."""

@@ -11,6 +11,7 @@ Shapes: N questions to the model, R sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from agentrl.train.flops import Work, work_of
 from agentrl.train.microbatch import MicroBatch, TokenLayout, collate
 from agentrl.train.objective import Sums
 from agentrl.train.scorer import TokenScores
+from agentrl.train.sequence_parallel import SequenceGroup
 from agentrl.train.trie_chunks import TrieChunks
 
 __all__ = ["Pass"]
@@ -34,10 +36,18 @@ class Pass:
         engine: DeepSpeed's, around a `TokenScorer`.
         micro_batch: what goes through it.
         device: of the engine.
+        sequence: the ranks that compute it together, if several do.
     """
 
-    def __init__(self, engine: Any, micro_batch: MicroBatch, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        micro_batch: MicroBatch,
+        device: torch.device,
+        sequence: SequenceGroup | None = None,
+    ) -> None:
         self._engine, self._micro_batch, self._device = engine, micro_batch, device
+        self._sequence = sequence
         self.work = Work()
         """What the model has computed, each part of it once."""
 
@@ -118,6 +128,10 @@ class Pass:
         )
 
     def _forward(self, layout: TokenLayout, entropy_grad: bool) -> TokenScores:
+        forward = partial(self._own_part, entropy_grad=entropy_grad)
+        return forward(layout) if self._sequence is None else self._sequence.run(forward, layout)
+
+    def _own_part(self, layout: TokenLayout, entropy_grad: bool) -> TokenScores:
         scores: TokenScores = self._engine(
             layout.input_ids_BT,
             layout.index_N,

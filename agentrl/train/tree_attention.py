@@ -31,6 +31,7 @@ __all__ = [
     "Past",
     "TreePlan",
     "UnsupportedAttentionError",
+    "attend_over_tree",
     "compiled_size",
     "flex_tree_attention",
 ]
@@ -143,7 +144,7 @@ def _compile_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _attend(
+def attend_over_tree(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -190,4 +191,4 @@ def _check(query: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any])
             raise UnsupportedAttentionError(f"its attention has {name}")
 
 
-AttentionInterface.register(TREE_ATTENTION, _attend)
+AttentionInterface.register(TREE_ATTENTION, attend_over_tree)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import AlgoConfig, Config
+from agentrl.errors import UsageError
 from agentrl.models.lora import Adapter
 from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup
@@ -29,6 +30,7 @@ from agentrl.train.offload import HostCopy
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.passes import Pass
 from agentrl.train.scorer import TokenScorer, TokenScores, policy_names
+from agentrl.train.sequence_parallel import SHARED_TREE_ATTENTION, SequenceGroup
 from agentrl.train.sharing import choose_sharing
 from agentrl.train.state import load_rank, save_rank
 from agentrl.train.tree_attention import TREE_ATTENTION
@@ -93,8 +95,11 @@ class LearnerWorker:
         self._flops = ModelFlops.of(policy)
         self.sharing = choose_sharing(policy, config)
         """How micro-batches are to be laid out."""
+        self._sequence = self._join_sequence(config)
+        attention = None
         if self.sharing == "trie":
-            policy.set_attn_implementation(TREE_ATTENTION)
+            attention = TREE_ATTENTION if self._sequence is None else SHARED_TREE_ATTENTION
+            policy.set_attn_implementation(attention)
         if config.train.gradient_checkpointing:
             policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
@@ -107,13 +112,15 @@ class LearnerWorker:
         self.critic: Critic | None = None
         if value_model is not None:
             self._flops += ModelFlops.of(value_model, head=False)
-            self.critic = Critic(group, value_model, config, shares_prefixes=self.sharing == "trie")
+            self.critic = Critic(
+                group, value_model, config, attention=attention, sequence=self._sequence
+            )
         self.reference_engine = None
         self._away: HostCopy | None = None
         if reference is not None:
             scorer = TokenScorer(reference, temperature=temperature)
-            if self.sharing == "trie":
-                reference.set_attn_implementation(TREE_ATTENTION)
+            if attention is not None:
+                reference.set_attn_implementation(attention)
             self.reference_engine = start_scoring(
                 scorer, world_size=world_size, offload=config.train.reference_offload
             )
@@ -143,7 +150,7 @@ class LearnerWorker:
             values_N = None
             if self.critic is not None:
                 values_N = self.critic.learn(micro_batch, terms, algo, is_last=is_last)
-            run = Pass(self.engine, micro_batch, self.group.device)
+            run = self._pass(self.engine, micro_batch)
             token_scores, counted = run.backward(
                 partial(_loss, values_N=values_N, terms=terms, algo=algo),
                 entropy_grad=algo.entropy_coef != 0,
@@ -265,10 +272,24 @@ class LearnerWorker:
         for engine in self.engines:
             engine.destroy()
 
+    def _join_sequence(self, config: Config) -> SequenceGroup | None:
+        size = config.train.sequence_parallel_size
+        if size == 1:
+            return None
+        if self.sharing != "trie":
+            raise UsageError(
+                "train.sequence_parallel_size shares out tries, and this model or "
+                f"train.prefix_sharing {config.train.prefix_sharing} runs on rows: set it to 1."
+            )
+        return SequenceGroup(self.group, size, self.policy)
+
+    def _pass(self, engine: Any, micro_batch: MicroBatch) -> Pass:
+        return Pass(engine, micro_batch, self.group.device, self._sequence)
+
     def _score(
         self, engine: Any, micro_batch: MicroBatch, critic: Critic | None = None
     ) -> list[SampleScores]:
-        scores = Pass(engine, micro_batch, self.group.device).scores()
+        scores = self._pass(engine, micro_batch).scores()
         if critic is not None:
             scores = scores.with_values(critic.values(micro_batch))
         return _split(scores, micro_batch)

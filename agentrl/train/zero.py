@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "start_scoring",
     "start_training",
     "step_optimizer",
+    "ulysses_attention",
 ]
 
 BUCKET_NUMEL = 2**27
@@ -97,6 +98,23 @@ def step_optimizer(engine: Any, lr: float) -> float:
             "from the last checkpoint with a lower train.lr, or clip with train.max_grad_norm."
         )
     return grad_norm
+
+
+def ulysses_attention(**settings: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Attention whose heads are shared out among the ranks of a group (arXiv:2309.14509).
+
+    Args:
+        settings: DeepSpeed's: `attn` (of transformers' signature, called with all nodes and some
+            heads), `process_group`, `batch_size`, the shape of the heads.
+
+    Raises:
+        ValueError: the heads cannot be shared out evenly.
+    """
+    _import_deepspeed()
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    attention: Callable[..., tuple[Tensor, None]] = UlyssesSPAttentionHF(**settings)
+    return attention
 
 
 def make_whole(engine: Any) -> None:

@@ -17,6 +17,7 @@ from agentrl.train.update import policy_update
 from agentrl.types import StopReason, Trajectory
 
 GAE = {"advantage": {"estimator": "gae"}}
+SHARED = {"sequence_parallel_size": 2}
 LORA = {"lora": {"rank": 2, "alpha": 3.0}}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algo": {}},
@@ -47,6 +48,17 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"algo": {"kl": {"coef": 0.1}}, "model": LORA},
     "lora with values": {"algo": GAE, "model": LORA},
     "value model": {"algo": GAE | {"value": {"model": "separate", "lr": 3e-3}}},
+    "ulysses": {"train": SHARED, "algo": {"kl": {"coef": 0.1}}},
+    "ulysses with a value model": {
+        "train": SHARED | {"gradient_checkpointing": True},
+        "algo": GAE | {"value": {"model": "separate"}},
+    },
+    "ulysses with sequence ratios and values": {
+        "train": SHARED,
+        "algo": GAE | {"loss": {"kind": "gspo"}, "entropy_coef": 0.01},
+        "model": LORA,
+    },
+    "ulysses through the cache of a prefix": {"train": SHARED | {"max_tokens_per_gpu": 5}},
     "optimizer on the host": {"train": {"offload": "optimizer"}},
     "all on the host": {
         "train": {"offload": "all", "reference_offload": True},
@@ -56,9 +68,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_config(name: str) -> Config:
+def case_config(name: str, ranks: int) -> Config:
     """Two passes of two optimizer steps each, so that ratios leave 1."""
     case = CASES[name]
+    if ranks == 1 and "sequence_parallel_size" in case.get("train", {}):
+        case = case | {"train": {**case["train"], "sequence_parallel_size": 1}}
     train = {"lr": 1e-3, "max_tokens_per_gpu": 64, "ppo_epochs": 2, "mini_batches": 2}
     rollout = {"batch_size": 2, "n_samples_per_prompt": 4, "max_tokens": 64, "max_new_tokens": 64}
     return make_config(
@@ -85,7 +99,7 @@ def batch() -> list[Trajectory]:
 
 
 def build(name: str, group: RankGroup) -> Learner:
-    config = case_config(name)
+    config = case_config(name, group.world_size)
     reference = None
     if config.algo.kl.coef > 0 and not config.model.lora.rank:
         reference = small_llama()
