@@ -1,0 +1,176 @@
+"""Weights from a learner to a server on the same GPU, and the colocated cycle around them.
+
+The weights are those of a model with random numbers in this process; a server that agentrl starts
+on the same GPU receives them through `engine.transport` ipc. `update` is everything that rollouts
+wait for: pause, transfer, forgetting the cache, setting the version, resuming. `bound` copies as
+many bytes inside one process. The cycle is sleep level 2, wake the weights, update, wake the cache.
+`logprob_difference` compares the engine's log-probabilities with the model's own forward pass
+(bfloat16, mean of absolute differences), before the first update and after the last.
+
+    python benchmarks/gpu/weights.py --engine vllm [--shape qwen2.5-7b] [--python PYTHON] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rollout import OPTIONS
+from shapes import SHAPES, build_model, card, save_folder
+from transformers import PreTrainedModel
+
+from agentrl.config import Config
+from agentrl.engines.base import Engine, WeightSource
+from agentrl.engines.factory import make_engine
+from agentrl.types import SamplingParams
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 24
+GIB = 2**30
+
+
+async def timed(call: Callable[[], Awaitable[object]]) -> float:
+    """Seconds of one call, with what the GPU was asked to do."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    await call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def copy_bound(model: PreTrainedModel, repeat: int) -> float:
+    """Seconds to copy the weights once on this GPU."""
+    source = [parameter.data for parameter in model.parameters()]
+    target = [torch.empty_like(tensor) for tensor in source]
+    seconds = []
+    for _ in range(repeat + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch._foreach_copy_(target, source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    del target
+    torch.cuda.empty_cache()
+    return statistics.median(seconds[1:])
+
+
+def make_peaked(model: PreTrainedModel) -> None:
+    """Spread the logits, so that a wrong weight anywhere shows in the log-probabilities."""
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head.mul_(4.0)
+
+
+async def difference(engine: Engine, model: PreTrainedModel, seed: int) -> float:
+    """Mean |engine - model| of the log-probabilities of what the engine samples."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    found = []
+    for _ in range(PROMPTS):
+        prompt = rng.integers(0, 150_000, PROMPT_TOKENS).tolist()
+        result = await engine.generate(prompt, params)
+        assert result.logprobs is not None, "they were asked for"
+        ids = torch.tensor([prompt + result.token_ids.tolist()], device="cuda")
+        with torch.no_grad():
+            logits = model(ids).logits[0, PROMPT_TOKENS - 1 : -1].float()
+        own = logits.log_softmax(-1).gather(1, ids[0, PROMPT_TOKENS:, None])[:, 0].cpu().numpy()
+        found.append(np.abs(own - result.logprobs).mean())
+    return float(np.mean(found))
+
+
+async def cycle(engine: Engine, update: Callable[[], Awaitable[object]]) -> dict[str, float]:
+    """One sleep and waking of a colocated server: seconds, and GiB that the learner gets."""
+    free_before = torch.cuda.mem_get_info()[0]
+    found = {"sleep": await timed(lambda: engine.sleep(2))}
+    found["freed_gib"] = (torch.cuda.mem_get_info()[0] - free_before) / GIB
+    found["wake_weights"] = await timed(lambda: engine.wake(("weights",)))
+    found["update"] = await timed(update)
+    found["wake_cache"] = await timed(lambda: engine.wake(("kv_cache",)))
+    parts = ("sleep", "wake_weights", "update", "wake_cache")
+    return found | {"total": sum(found[part] for part in parts)}
+
+
+async def measure(config: Config, folder: Path, shape: str, repeat: int) -> dict[str, Any]:
+    """Start the server, move the weights, compare."""
+    model = build_model(shape).eval().requires_grad_(False)
+    make_peaked(model)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    result: dict[str, Any] = {"gigabytes": size / 1e9, "bound": copy_bound(model, repeat)}
+    engine = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
+    versions = iter(range(1, 1000))
+
+    async def update() -> None:
+        source = WeightSource(model.named_parameters, next(versions), live=True)
+        await engine.update_weights(source)
+
+    try:
+        await engine.start()
+        result["logprob_difference"] = {"before": await difference(engine, model, 0)}
+        result["first_update"] = await timed(update)
+        result["updates"] = [await timed(update) for _ in range(repeat)]
+        result["update"] = statistics.median(result["updates"])
+        result["logprob_difference"]["after"] = await difference(engine, model, 1)
+        cycles = [await cycle(engine, update) for _ in range(repeat)]
+        result["cycle"] = {k: statistics.median(c[k] for c in cycles) for k in cycles[0]}
+        result["logprob_difference"]["after_sleep"] = await difference(engine, model, 2)
+    finally:
+        await engine.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--python", type=Path, help="Python of the engine's environment")
+    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=5, help="the median counts")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = Config.model_validate(
+            {
+                "agent": "benchmark",
+                "model": {
+                    "path": str(save_folder(arguments.shape, folder / "model")),
+                    "dtype": "bfloat16",
+                },
+                "engine": {
+                    "kind": arguments.engine,
+                    "python": arguments.python,
+                    "max_num_seqs": 256,
+                    "max_model_len": 2048,
+                    "transport": "ipc",
+                    "bucket_mb": arguments.bucket_mb,
+                    "enable_sleep": True,
+                    "sleep_level": 2,
+                    "extra": OPTIONS[arguments.engine],
+                },
+            }
+        )
+        found = asyncio.run(measure(config, folder, arguments.shape, arguments.repeat))
+    result = {**card(), "engine": arguments.engine, "shape": arguments.shape, **found}
+    print(f"{arguments.engine}, {arguments.shape}, {result['gigabytes']:.1f} GB, {result['card']}")
+    print(f"{'copy within one process':26}{result['bound'] * 1e3:>10.1f} ms")
+    print(f"{'first update':26}{result['first_update'] * 1e3:>10.1f} ms")
+    print(f"{'update':26}{result['update'] * 1e3:>10.1f} ms")
+    for name, value in result["cycle"].items():
+        scaled, unit = (value, "GiB") if name.endswith("gib") else (value * 1e3, "ms")
+        print(f"{'cycle: ' + name:26}{scaled:>10.1f} {unit}")
+    for when, value in result["logprob_difference"].items():
+        print(f"{'difference ' + when:26}{value:>10.4f}")
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
