@@ -2,8 +2,7 @@
 
 The storage is emptied and filled again, not replaced: every tensor, view and reference stays the
 same object, so that whoever owns them (DeepSpeed, the optimizer) need not know. DeepSpeed's own
-`offload_states` was not used: it takes no optimizer but its FusedAdam, and mixes up frozen
-parameters, as LoRA has them, with trained ones.
+`offload_states` takes no optimizer but its FusedAdam.
 """
 
 from __future__ import annotations
