@@ -138,6 +138,9 @@ class RolloutConfig(Section):
     max_refills: PositiveInt = 8
     """dynamic_sampling: how often more groups are sampled in one step, at most."""
     overlong_buffer: OverlongConfig = OverlongConfig()
+    router_replay: bool = False
+    """Mixtures of experts: the engine tells which experts each token went to, and the learner sends
+    it there too."""
 
     @property
     def truncates(self) -> bool:
@@ -258,6 +261,11 @@ class Config(Section):
             raise ValueError(
                 "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
                 f"{self.train.prefix_sharing}: set one of them to its default"
+            )
+        if self.train.sequence_parallel_size > 1 and rollout.router_replay:
+            raise ValueError(
+                "rollout.router_replay does not know which tokens a rank has with "
+                "train.sequence_parallel_size above 1: set one of them to its default"
             )
         if self.train.reference_offload and (algo.kl.coef == 0 or self.model.lora.rank):
             why = (

@@ -98,7 +98,9 @@ class Generation:
     `logprobs` is None when the engine was not asked for them. `weight_versions` says which policy
     version sampled each token. The stop token, if one was sampled, is the last id.
     `cached_tokens` counts prompt tokens that the engine did not compute again. `temperature` is
-    the one it was sampled at, which the learner must apply again.
+    the one it was sampled at, which the learner must apply again. `routed_experts` int16
+    [C, layers, k], where the engine was asked for it: the experts of each token that was computed,
+    all of prompt and response but the last; -1 where it is not known.
     """
 
     token_ids: NDArray[np.int32]
@@ -107,10 +109,13 @@ class Generation:
     finish_reason: FinishReason
     cached_tokens: int = 0
     temperature: float = 1.0
+    routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         _as_array(self, "token_ids", np.int32)
         _as_array(self, "weight_versions", np.int32)
+        if self.routed_experts is not None:
+            _as_array(self, "routed_experts", np.int16, ndim=3)
         length = len(self.token_ids)
         _require(
             len(self.weight_versions) == length,
@@ -151,7 +156,9 @@ class Sequence:
     token_ids[T] int32; response_mask[T] bool, true exactly where the policy sampled the token;
     logprobs[T] float32 of the sampled token under the distribution it was sampled from, NaN
     elsewhere (None as a whole when the sampler was not asked for them); weight_versions[T] int32,
-    the policy version that sampled the token, -1 elsewhere; turns cover the mask exactly.
+    the policy version that sampled the token, -1 elsewhere; turns cover the mask exactly;
+    routed_experts[T, layers, k] int16, the experts that the sampler sent each token to, -1 where
+    that is not known (None as a whole when it was not asked for them).
     """
 
     token_ids: NDArray[np.int32]
@@ -159,6 +166,7 @@ class Sequence:
     logprobs: NDArray[np.float32] | None
     weight_versions: NDArray[np.int32]
     turns: tuple[Turn, ...] = ()
+    routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         _as_array(self, "token_ids", np.int32)
@@ -166,8 +174,10 @@ class Sequence:
         _as_array(self, "weight_versions", np.int32)
         if self.logprobs is not None:
             _as_array(self, "logprobs", np.float32)
+        if self.routed_experts is not None:
+            _as_array(self, "routed_experts", np.int16, ndim=3)
         length = len(self.token_ids)
-        for name in ("response_mask", "logprobs", "weight_versions"):
+        for name in ("response_mask", "logprobs", "weight_versions", "routed_experts"):
             value = getattr(self, name)
             _require(
                 value is None or len(value) == length,
@@ -347,10 +357,10 @@ def _as_finite_float(owner: object, name: str) -> None:
     object.__setattr__(owner, name, number)
 
 
-def _as_array(owner: object, name: str, dtype: type[np.generic]) -> None:
-    """Convert a field of a frozen dataclass to a one-dimensional array of `dtype`."""
+def _as_array(owner: object, name: str, dtype: type[np.generic], ndim: int = 1) -> None:
+    """Convert a field of a frozen dataclass to an array of `dtype`."""
     array = np.asarray(getattr(owner, name), dtype=dtype)
-    _require(array.ndim == 1, f"{name} has shape {array.shape}, must have one dimension")
+    _require(array.ndim == ndim, f"{name} has shape {array.shape}, must have {ndim} dimension(s)")
     array = array.view()
     array.flags.writeable = False
     object.__setattr__(owner, name, array)

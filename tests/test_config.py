@@ -254,3 +254,8 @@ def test_the_nearest_key(typed: str, meant: str | None) -> None:
 def test_a_reference_that_is_no_second_model_cannot_be_offloaded(argv: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=f"train.reference_offload would be ignored.*{why}"):
         from_flags("--train.reference_offload", "true", *argv)
+
+
+def test_experts_are_not_replayed_where_ranks_share_a_sequence() -> None:
+    with pytest.raises(UsageError, match=r"rollout\.router_replay does not know which tokens"):
+        from_flags("--rollout.router_replay", "true", "--train.sequence_parallel_size", "2")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.errors import EngineError
 from agentrl.types import Generation, Sequence, Turn
 
-__all__ = ["TokenRecord"]
+__all__ = ["TokenRecord", "join_routes"]
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class TokenRecord:
             response_mask=mask,
             logprobs=logprobs,
             weight_versions=versions,
+            routed_experts=join_routes([span.generation for span in spans], length),
             turns=tuple(
                 Turn(
                     start=span.start,
@@ -100,3 +102,28 @@ class TokenRecord:
                 for span in spans
             ),
         )
+
+
+def join_routes(calls: list[Generation], length: int) -> NDArray[np.int16] | None:
+    """The experts [length, layers, k] of a context that several engine calls computed.
+
+    A token keeps the experts of the first call that computed it, which is when what follows was
+    sampled; -1 after the last. None where no call tells them.
+
+    Raises:
+        EngineError: only some calls tell them.
+    """
+    told = [call.routed_experts for call in calls if call.routed_experts is not None]
+    if not told:
+        return None
+    if len(told) != len(calls):
+        raise EngineError(
+            f"the engine told the experts of {len(told)} of {len(calls)} calls: ask for them in "
+            "every call or in none"
+        )
+    joined = np.full((length, *told[0].shape[1:]), -1, dtype=np.int16)
+    known = 0
+    for routes in told:
+        joined[known : len(routes)] = routes[known:length]
+        known = max(known, len(routes))
+    return joined

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.chat import ChatFormat, Conversation
+from agentrl.chat.record import join_routes
 from agentrl.engines.base import Engine
 from agentrl.errors import AgentError, ContextOverflowError, EngineError, UsageError
 from agentrl.executors.dialogues import Dialogues
@@ -289,7 +290,7 @@ def join_generations(parts: list[Generation]) -> Generation:
     """One turn out of the parts that aborts left of it.
 
     Raises:
-        EngineError: only some parts have log-probabilities.
+        EngineError: only some parts have log-probabilities, or experts.
     """
     if len(parts) == 1:
         return parts[0]
@@ -299,10 +300,13 @@ def join_generations(parts: list[Generation]) -> Generation:
             f"the engine gave log-probabilities for {len(logprobs)} of {len(parts)} parts of an "
             "aborted turn: ask for them in every call or in none"
         )
+    told = [part for part in parts if len(part.token_ids)]
+    computed = max((len(r) for p in told if (r := p.routed_experts) is not None), default=0)
     return Generation(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate(logprobs) if logprobs else None,
         weight_versions=np.concatenate([part.weight_versions for part in parts]),
         finish_reason=parts[-1].finish_reason,
         cached_tokens=parts[0].cached_tokens,
+        routed_experts=join_routes(told, computed),
     )

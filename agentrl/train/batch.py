@@ -37,7 +37,8 @@ class Sample:
     float32: log-probabilities by the sampler, by the policy before the update (denominator of the
     importance ratio; None: the current policy itself) and by the reference policy; values before
     the update; advantages; returns; weights in the loss (0: masked); temperatures at which the
-    tokens were sampled (0: greedily; None: all at `rollout.temperature`).
+    tokens were sampled (0: greedily; None: all at `rollout.temperature`). routed_experts int16
+    [T - 1, layers, k]: where the sampler sent each input (-1: unknown; None: not recorded).
     """
 
     token_ids: NDArray[np.int32]
@@ -51,6 +52,7 @@ class Sample:
     returns: Floats | None = None
     weights: Floats | None = None
     temperatures: Floats | None = None
+    routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         if len(self.positions) == 0:
@@ -60,10 +62,14 @@ class Sample:
                              "before it that could predict it")  # fmt: skip
         if self.positions[-1] != len(self.token_ids) - 1:
             raise ValueError("a sample must end with its last sampled token")
-        for name in self.__slots__[3:]:
+        for name in self.__slots__[3:-1]:
             value = getattr(self, name)
             if value is not None and value.shape != self.positions.shape:
                 raise ValueError(f"{name} has shape {value.shape}, must be {self.positions.shape}")
+
+        routes = self.routed_experts
+        if routes is not None and len(routes) != self.num_inputs:
+            raise ValueError(f"{len(routes)} inputs have experts, must be {self.num_inputs}")
 
     @property
     def num_inputs(self) -> int:
@@ -106,7 +112,7 @@ def build_samples(trajectories: Sequence[Trajectory], episodes: Iterable[int]) -
             positions_R = np.flatnonzero(sequence.response_mask).astype(np.int32)
             if len(positions_R) == 0:
                 continue
-            logprobs_T = sequence.logprobs
+            logprobs_T, routes_T = sequence.logprobs, sequence.routed_experts
             temperatures_T = np.ones(len(sequence), dtype=np.float32)
             for turn in sequence.turns:
                 temperatures_T[turn.start : turn.end] = turn.temperature
@@ -117,6 +123,7 @@ def build_samples(trajectories: Sequence[Trajectory], episodes: Iterable[int]) -
                     episode=episode,
                     sampler_logprobs=None if logprobs_T is None else logprobs_T[positions_R],
                     temperatures=temperatures_T[positions_R],
+                    routed_experts=None if routes_T is None else routes_T[: positions_R[-1]],
                 )
             )
     return samples

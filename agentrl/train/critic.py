@@ -47,6 +47,7 @@ class ValueScorer(nn.Module):
         tree: TreePlan | None = None,
         positions_BT: Tensor | None = None,
         temperatures_N: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> TokenScores:
         """The values of the states at `index_N`, called as `TokenScorer.forward` is.
 

@@ -34,6 +34,7 @@ __all__ = [
     "collate",
     "padded_size",
     "plan_micro_batches",
+    "routes_on",
     "same_rounds",
     "temperatures_on",
     "token_field",
@@ -74,7 +75,8 @@ class TokenLayout:
 
     expand[R] says which question each sampled token is, None where they are the same; `tree` what
     the attention of a trie needs; positions[B, T], where rows hold several sequences, begin with 0
-    for each; temperatures[N], float32, divide the logits of each question (None: the scorer's).
+    for each; temperatures[N], float32, divide the logits of each question (None: the scorer's);
+    routes[B * T, layers, k] are the experts to replay.
     """
 
     input_ids_BT: Tensor
@@ -84,6 +86,7 @@ class TokenLayout:
     tree: TreePlan | None = None
     positions_BT: Tensor | None = None
     temperatures_N: Tensor | None = None
+    routes: Tensor | None = None
 
 
 def plan_micro_batches(
@@ -179,6 +182,7 @@ def _as_trie(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
         torch.from_numpy(asked.expand).to(device),
         TreePlan(trie.positions, trie.subtree_end, device),
         temperatures_N=temperatures_on(asked.temperatures, device),
+        routes=routes_on(trie.routed_experts, device),
     )
 
 
@@ -189,6 +193,11 @@ def temperatures_on(
     if temperatures is None:
         return None
     return torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1))).to(device)
+
+
+def routes_on(routes: NDArray[np.int16] | None, device: torch.device) -> Tensor | None:
+    """Experts to replay, as indices."""
+    return None if routes is None else torch.from_numpy(routes.astype(np.int64)).to(device)
 
 
 def padded_size(size: int, device: torch.device) -> int:
@@ -218,13 +227,30 @@ def _as_rows(micro_batch: MicroBatch, device: torch.device) -> TokenLayout:
         index.append(row * width + begin + sample.positions - 1)
         targets.append(sample.token_ids[sample.positions])
     packed = micro_batch.row_sizes is not None
+    routes = _routes_of_rows(samples, row_of * width + begins, input_ids_BT.size)
     return TokenLayout(
         torch.from_numpy(input_ids_BT).to(device),
         torch.from_numpy(np.concatenate(index, dtype=np.int64)).to(device),
         torch.from_numpy(np.concatenate(targets, dtype=np.int64)).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device) if packed else None,
         temperatures_N=temperatures_on(sample_field(samples, "temperatures"), device),
+        routes=routes_on(routes, device),
     )
+
+
+def _routes_of_rows(
+    samples: Sequence[Sample], begins: NDArray[np.int64], size: int
+) -> NDArray[np.int16] | None:
+    """The experts of `size` places, of which each sample's begin where `begins` says."""
+    given = [sample.routed_experts for sample in samples]
+    known = [routes for routes in given if routes is not None]
+    if not known:
+        return None
+    laid = np.full((size, *known[0].shape[1:]), -1, dtype=np.int16)
+    for begin, routes in zip(begins.tolist(), given, strict=True):
+        if routes is not None:
+            laid[begin : begin + len(routes)] = routes
+    return laid
 
 
 def token_field(micro_batch: MicroBatch, name: str, device: torch.device) -> Tensor | None:

@@ -141,5 +141,6 @@ class Pass:
             tree=layout.tree,
             positions_BT=layout.positions_BT,
             temperatures_N=layout.temperatures_N,
+            routes=layout.routes,
         )
         return scores

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl.errors import UsageError
+from agentrl.models.routing import Routers
 from agentrl.train.tree_attention import TreePlan
 
 __all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names", "value_head_for"]
@@ -62,13 +63,19 @@ class TokenScorer(nn.Module):
     """Wraps a causal language model; its `forward` is all that training and scoring call."""
 
     def __init__(
-        self, policy: PreTrainedModel, *, temperature: float, value_head: bool = False
+        self,
+        policy: PreTrainedModel,
+        *,
+        temperature: float,
+        value_head: bool = False,
+        router_replay: bool = False,
     ) -> None:
-        """Take over `policy`.
+        """Take over `policy`; with `router_replay` its experts can be chosen for it.
 
         Raises:
             UsageError: the model does something between hidden states and logits that this
-                module does not know, so that its log-probabilities would be wrong.
+                module does not know, so that its log-probabilities would be wrong; or it has no
+                experts that can be replayed.
         """
         super().__init__()
         self.policy = policy
@@ -78,6 +85,7 @@ class TokenScorer(nn.Module):
         self.value_head: nn.Linear | None = None
         if value_head:
             self.value_head = value_head_for(policy)
+        self.routers = Routers(policy) if router_replay else None
         self._check_head()
 
     def forward(
@@ -90,6 +98,7 @@ class TokenScorer(nn.Module):
         tree: TreePlan | None = None,
         positions_BT: Tensor | None = None,
         temperatures_N: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> TokenScores:
         """Score the tokens `targets_N` from the hidden states at `index_N` (in B * T).
 
@@ -103,7 +112,10 @@ class TokenScorer(nn.Module):
             tree: what each node attends to, where the policy's attention is `TREE_ATTENTION`.
             positions_BT: int64, where rows hold several sequences: the positions within each.
             temperatures_N: float32, above 0, in place of the scorer's own temperature.
+            routes: int64 [B * T, layers, k], the experts to replay (see `models.routing`).
         """
+        if self.routers is not None:
+            self.routers.replayed = routes
         extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
         if tree is not None:
             extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.train.microbatch import MicroBatch, TokenLayout, padded_size, temperatures_on
+from agentrl.train.microbatch import (
+    MicroBatch,
+    TokenLayout,
+    padded_size,
+    routes_on,
+    temperatures_on,
+)
 from agentrl.train.prefix_cache import ChunkPast, PrefixCache
 from agentrl.train.tree_attention import TreePlan
 from agentrl.train.trie import Questions, TokenTrie
@@ -86,6 +92,7 @@ class TrieChunks:
             torch.from_numpy(trie.targets).to(self._device),
             tree=TreePlan(trie.positions, trie.subtree_end, self._device, past),
             temperatures_N=temperatures_on(trie.temperatures, self._device),
+            routes=routes_on(trie.routed_experts, self._device),
         )
 
 
@@ -100,6 +107,7 @@ def _cut(trie: TokenTrie, asked: Questions, start: int, end: int) -> _Chunk:
         asked.nodes[part] - start,
         asked.targets[part],
         None if asked.temperatures is None else asked.temperatures[part],
+        None if trie.routed_experts is None else trie.routed_experts[own],
     )
     rows = np.minimum(trie.subtree_end[path], end) - start
     return _Chunk(start, end, chunk, path, rows)

@@ -91,6 +91,7 @@ class LearnerWorker:
             policy,
             temperature=temperature,
             value_head=config.algo.advantage.estimator == "gae" and not separate_values,
+            router_replay=config.rollout.router_replay,
         )
         self._flops = ModelFlops.of(policy)
         self.sharing = choose_sharing(policy, config)
