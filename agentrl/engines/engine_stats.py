@@ -32,6 +32,8 @@ class MetricNames:
     tpot: str
     kv_usage: str
     preemptions: str
+    counts_preemptions: str
+    """Where the server has this one, preemptions that it does not list are none."""
 
 
 @dataclass(slots=True)
@@ -192,6 +194,6 @@ class EngineStats:
             self._reported = self._newest
             taken.histograms["ttft"] = since.histogram(self._names.ttft)
             taken.histograms["tpot"] = since.histogram(self._names.tpot)
-            if self._names.preemptions in since.values:
-                taken.counts["preemptions"] += int(since.values[self._names.preemptions])
+            if self._names.counts_preemptions in since.values:
+                taken.counts["preemptions"] += int(since.values.get(self._names.preemptions, 0))
         return taken

@@ -39,7 +39,8 @@ class SGLangEngine(RemoteEngine):
         ttft="sglang:time_to_first_token_seconds",
         tpot="sglang:request_time_per_output_token_seconds",
         kv_usage="sglang:token_usage",
-        preemptions="sglang:num_retracted_requests_total",
+        preemptions="sglang:num_retracted_requests_total",  # listed after the first one
+        counts_preemptions="sglang:num_retracted_reqs",
     )
 
     async def load_folder(self, folder: Path) -> None:

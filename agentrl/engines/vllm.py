@@ -57,6 +57,7 @@ class VLLMEngine(RemoteEngine):
         tpot="vllm:request_time_per_output_token_seconds",
         kv_usage="vllm:kv_cache_usage_perc",
         preemptions="vllm:num_preemptions_total",
+        counts_preemptions="vllm:num_preemptions_total",
     )
 
     _adapter: str | None = None

@@ -20,7 +20,7 @@ from agentrl.errors import EngineError
 from agentrl.train.stats import engine_metrics
 from agentrl.types import FinishReason, Generation, SamplingParams
 
-NAMES = MetricNames("ttft", "tpot", "usage", "preemptions")
+NAMES = MetricNames("ttft", "tpot", "usage", "preemptions", "preemptions")
 
 
 async def tell(engine: RemoteEngine, route: str, **body: str) -> None:
@@ -135,6 +135,17 @@ def test_a_servers_metrics_are_those_since_the_last_time() -> None:
     assert "tpot_mean" not in metrics
 
 
+def test_preemptions_that_a_server_counts_and_does_not_list_are_none() -> None:
+    stats = EngineStats(MetricNames("ttft", "tpot", "usage", "total", "last"))
+    stats.record_server(parse("last 0\n"))
+    assert stats.take().metrics()["preemptions"] == 0
+    stats.record_server(parse("last 2\ntotal 2\n"))
+    assert stats.take().metrics()["preemptions"] == 2
+    other = EngineStats(MetricNames("ttft", "tpot", "usage", "total", "last"))
+    other.record_server(parse("usage 0.5\n"))
+    assert "preemptions" not in other.take().metrics()
+
+
 def test_engines_add_up_as_if_they_were_one() -> None:
     clock = Clock()
     total = EngineCounts()
@@ -171,6 +182,7 @@ sglang:request_time_per_output_token_seconds_sum{tp_rank="0"} 0.08
 sglang:request_time_per_output_token_seconds_count{tp_rank="0"} 2.0
 sglang:token_usage{tp_rank="0"} 0.25
 sglang:num_retracted_requests_total{tp_rank="0"} 7.0
+sglang:num_retracted_reqs{tp_rank="0"} 0.0
 """
 
 
