@@ -57,6 +57,7 @@ def make_engine(
             max_num_seqs=config.engine.max_num_seqs,
             max_model_len=config.engine.max_model_len or config.rollout.max_tokens,
             deterministic=config.engine.deterministic,
+            record_routing=config.rollout.router_replay,
         )
     from agentrl.engines.scripted import ScriptedEngine
 

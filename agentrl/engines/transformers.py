@@ -58,9 +58,11 @@ class TransformersEngine(Engine):
         deterministic: wait for every participant before a step.
         straggler_timeout: seconds to wait for participants. Once it has passed, steps no longer
             wait, and batches depend on timing, until the next weight version.
+        record_routing: tell which experts each token went to.
 
     Raises:
         EngineError: the model is of a kind that the engine would run wrongly.
+        UsageError: `record_routing` of a model without experts.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TransformersEngine(Engine):
         max_model_len: int,
         deterministic: bool = True,
         straggler_timeout: float = 2.0,
+        record_routing: bool = False,
     ) -> None:
         check_supported(model, max_model_len)
         model.config._attn_implementation = ATTENTION_NAME
@@ -80,7 +83,9 @@ class TransformersEngine(Engine):
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._max_model_len = max_model_len
         self._version = 0
-        self._batch = RunningBatch(model, max_num_seqs, max_model_len)
+        self._batch = RunningBatch(
+            model, max_num_seqs, max_model_len, record_routing=record_routing
+        )
         self._gate = ParticipantGate(deterministic, straggler_timeout)
         self._waiting: list[Request] = []
         self._open: set[Request] = set()

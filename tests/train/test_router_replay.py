@@ -5,15 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from embedded_models import prompt, serving
 from learner_parts import VOCAB, make_config, small_llama, weighted
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 from trie_parts import forked
 
+from agentrl.chat.record import TokenRecord
 from agentrl.errors import UsageError
 from agentrl.models.routing import Routers
-from agentrl.train.batch import Sample
+from agentrl.train.batch import Sample, build_samples
 from agentrl.train.learner import Learner
 from agentrl.train.trie import TokenTrie
+from agentrl.types import SamplingParams, StopReason, Trajectory
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -104,6 +107,52 @@ def test_every_layout_sends_each_token_where_its_own_sample_says(train: dict):
     learner.forward_backward(samples, learner.config.algo)
     assert learner.step().grad_norm == pytest.approx(float(norm), rel=1e-5)
     learner.close()
+
+
+def routes_coarsely(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as a sampler whose routers compare experts in eight bits: where two are about
+    equally good it takes another than the learner would; their weights are the same."""
+
+    def choose(router, inputs, output):
+        logits, _, own = output
+        chosen = logits.to(torch.float8_e4m3fn).float().topk(own.shape[-1]).indices
+        weights = logits.softmax(-1).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.register_forward_hook(choose)
+    return model
+
+
+async def sampled() -> list[Trajectory]:
+    """A group of three episodes of two turns, whose prompt is computed once."""
+    episodes = []
+    async with serving(routes_coarsely(qwen3_moe()), record_routing=True) as engine:
+        for number in range(3):
+            record = TokenRecord()
+            for turn in range(2):
+                record.extend([i % VOCAB for i in prompt(12, seed=turn)])
+                params = SamplingParams(10, seed=number)
+                record.sample(await engine.generate(record.token_ids, params))
+            episodes.append(
+                Trajectory((record.sequence(),), float(number), StopReason.DONE, group_id="g")
+            )
+    return episodes
+
+
+async def test_replayed_the_learner_says_what_the_sampler_said_and_otherwise_not():
+    episodes = await sampled()
+    (sequence,) = episodes[0].sequences
+    assert sequence.routed_experts.shape == (44, 2, 2)
+    assert (sequence.routed_experts[:-1] >= 0).all()
+    samples = build_samples(episodes, range(3))
+    said = np.concatenate([sample.sampler_logprobs for sample in samples])
+    for replay in (True, False):
+        learner = Learner(qwen3_moe(), make_config(rollout={"router_replay": replay}))
+        apart = np.abs(np.concatenate(learner.logprobs(samples)) - said).max()
+        learner.close()
+        assert apart < 1e-4 if replay else apart > 1e-2
 
 
 def test_a_token_that_went_elsewhere_is_another_node():

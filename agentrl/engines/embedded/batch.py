@@ -38,10 +38,19 @@ _COUNTERS = (
 class RunningBatch:
     """Requests with a slot, and the cache of those that had one."""
 
-    def __init__(self, model: PreTrainedModel, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        record_routing: bool = False,
+    ) -> None:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._max_num_seqs = max_num_seqs
-        self._runner = ModelRunner(model, max_num_seqs, max_model_len)
+        self._runner = ModelRunner(
+            model, max_num_seqs, max_model_len, record_routing=record_routing
+        )
         self._table = SlotTable(max_num_seqs)
         self._running: dict[int, Request] = {}
         self._slots: NDArray[np.int64] | None = None
@@ -81,6 +90,9 @@ class RunningBatch:
         """Take requests out; what was computed of them stays cached."""
         gone = set(requests)
         for slot in [slot for slot, request in self._running.items() if request in gone]:
+            if self._runner.routes is not None:
+                length = int(self._table.length[slot])
+                self._running[slot].routed_experts = self._runner.routes.of(slot, length)
             del self._running[slot]
             self._table.release(slot)
             self._membership_changed()
@@ -117,7 +129,7 @@ class RunningBatch:
             members = [placed for placed in placements if placed.wave == wave]
             for placed in members:
                 if placed.source is not None:
-                    runner.cache.copy_prefix(placed.source, placed.slot, placed.cached)
+                    runner.copy_prefix(placed.source, placed.slot, placed.cached)
             spans = [(p.slot, p.cached, int(table.length[p.slot])) for p in members]
             for group in plan_prefill(spans):
                 self.counters["prefilled_tokens"] += runner.prefill(group, table.tokens)

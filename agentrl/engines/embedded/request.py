@@ -46,6 +46,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     first_token_at: float | None = None
+    routed_experts: NDArray[np.int16] | None = None
     _rollout_order: NaturalOrder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +91,7 @@ class Request:
                 finish_reason=reason or ("stop" if self._stopped else "length"),
                 cached_tokens=self.cached_tokens or 0,
                 temperature=self.params.temperature,
+                routed_experts=self.routed_experts,
             )
         )
 

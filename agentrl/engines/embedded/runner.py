@@ -18,6 +18,7 @@ from agentrl.engines.embedded.attention import AttentionPlan
 from agentrl.engines.embedded.families import Families, Family
 from agentrl.engines.embedded.kv_cache import KVCache
 from agentrl.engines.embedded.prefill import Span
+from agentrl.engines.embedded.routes import RouteTable
 
 __all__ = ["ModelRunner"]
 
@@ -25,8 +26,16 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """A model together with the cache of its slots."""
 
-    def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_slots: int,
+        max_length: int,
+        *,
+        record_routing: bool = False,
+    ) -> None:
         self._model = model
+        self.routes = RouteTable(model) if record_routing else None
         self.cache = KVCache(max_slots, max_length)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
 
@@ -84,9 +93,18 @@ class ModelRunner:
             dtype=self._model.dtype,
             families=families,
         )
-        return module(
+        output = module(
             input_ids=torch.from_numpy(ids.astype(np.int64)).to(device),
             position_ids=positions_BW,
             use_cache=False,
             agentrl_plan=plan,
         )
+        if self.routes is not None:
+            self.routes.note(slots, positions)
+        return output
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give one slot what another holds of its first `length` positions."""
+        self.cache.copy_prefix(source, target, length)
+        if self.routes is not None:
+            self.routes.copy_prefix(source, target, length)
