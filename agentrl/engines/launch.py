@@ -63,11 +63,12 @@ def vllm_launch(
     gpu: bool = True,
     lora_rank: int = 0,
     seed: int = 0,
+    tells_experts: bool = False,
 ) -> Launch:
     """Start vLLM with the routes of tokens and weights; `plugin` holds our weight engine.
 
     `seed` begins the random numbers of the server. With `lora_rank`, adapters up to that rank are
-    loaded beside the model, one at a time.
+    loaded beside the model, one at a time; with `tells_experts`, answers say where tokens went.
     """
     options: dict[str, Any] = {
         "host": config.host,
@@ -93,7 +94,11 @@ def vllm_launch(
         options["api_server_count"] = 1
     if config.enable_sleep:
         options["enable_sleep_mode"] = True
+    if tells_experts:
+        options["enable_return_routed_experts"] = True
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not gpu:
+        env |= on_cpu.VLLM_ENV
     if lora_rank:
         room = min(rank for rank in VLLM_LORA_RANKS if rank >= lora_rank)
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
@@ -114,8 +119,9 @@ def sglang_launch(
     max_model_len: int,
     gpu: bool = True,
     seed: int = 0,
+    tells_experts: bool = False,
 ) -> Launch:
-    """Start SGLang with its metrics and the count of cached tokens; `seed` as for vLLM."""
+    """Start SGLang with its metrics and the count of cached tokens; the rest as for vLLM."""
     options: dict[str, Any] = {
         "model_path": model,
         "host": config.host,
@@ -135,6 +141,8 @@ def sglang_launch(
         options["tp_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
         options["dp_size"] = config.data_parallel_size
+    if tells_experts:
+        options["enable_return_routed_experts"] = True
     if config.enable_sleep:
         options["enable_memory_saver"] = True
         if config.sleep_level == 1:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -30,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     layerwise,
 )
+from vllm.platforms import current_platform
 
 BACKEND = "agentrl"
 
@@ -38,6 +40,19 @@ def register() -> None:
     """What vLLM calls in each of its processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, WeightEngine)
+    if current_platform.is_cpu():
+        _wait_without_spinning()
+
+
+def _wait_without_spinning() -> None:
+    """Let processes that wait for each other sleep.
+
+    After each message they look for the next one for a second without a pause. On a CPU that takes
+    the cores from whoever computes, the learner included.
+    """
+    condition = getattr(shm_broadcast, "SpinCondition", None)
+    if condition is not None and condition.__init__.__defaults__ is not None:
+        condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
 
 
 @dataclass
