@@ -189,6 +189,8 @@ class TrainConfig(Section):
     """`trie`: tokens that sequences share (the prompt of a group, the history of a fork) are
     computed once; `packed`: every sequence for itself, several in a row; `padded`: each in a row of
     its own; `auto`: the first of them that the model can."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share out the weights of each linear layer (AutoTP)."""
     sequence_parallel_size: PositiveInt = 1
     """Ranks that compute one trie together, each a part of its nodes and heads (Ulysses): for
     sequences whose activations are too much for one GPU."""
@@ -262,10 +264,21 @@ class Config(Section):
                 "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
                 f"{self.train.prefix_sharing}: set one of them to its default"
             )
+        if rollout.router_replay and self.engine.kind == "scripted":
+            raise ValueError(
+                "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "
+                "remove it"
+            )
         if self.train.sequence_parallel_size > 1 and rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay does not know which tokens a rank has with "
                 "train.sequence_parallel_size above 1: set one of them to its default"
+            )
+        shards = self.train.tensor_parallel_size
+        if shards > 1 and (self.train.sequence_parallel_size > 1 or self.model.lora.rank):
+            other = "model.lora" if self.model.lora.rank else "train.sequence_parallel_size"
+            raise ValueError(
+                f"train.tensor_parallel_size does not go with {other}: set one to its default"
             )
         if self.train.reference_offload and (algo.kl.coef == 0 or self.model.lora.rank):
             why = (

@@ -84,6 +84,7 @@ class Critic:
         self._lr = config.algo.value.lr or config.train.lr
         optimizer = build_optimizer(scorer, config.train, lr=self._lr)
         self._group, self._sequence = group, sequence
+        self._scale = group.world_size / config.train.tensor_parallel_size
         self.engine = start_training(scorer, optimizer, config.train, world_size=group.world_size)
 
     def values(self, micro_batch: MicroBatch) -> Tensor | None:
@@ -98,7 +99,7 @@ class Critic:
             partial(_loss, terms=terms, algo=algo),
             entropy_grad=False,
             is_last=is_last,
-            scale=self._group.world_size,
+            scale=self._scale,
         )
         return _values(scores).detach()
 

@@ -233,9 +233,9 @@ class Learner:
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         text_config = self.policy_config.get_text_config()
-        together = self.config.train.sequence_parallel_size
-        world_size = self.group.world_size // together
-        max_tokens = self.config.train.max_tokens_per_gpu * together
+        world_size = self.group.world_size // self._together
+        train = self.config.train
+        max_tokens = train.max_tokens_per_gpu * train.sequence_parallel_size
         vocab_size = text_config.vocab_size
         if self._worker.sharing == "trie":
             return plan_tries(
@@ -254,6 +254,11 @@ class Learner:
             packed=self._worker.sharing == "packed",
         )
 
+    @property
+    def _together(self) -> int:
+        """How many ranks compute the same micro-batches."""
+        return self.config.train.sequence_parallel_size * self.config.train.tensor_parallel_size
+
     def _score_all(self, method: str, samples: Sequence[Sample]) -> list[SampleScores]:
         plan = self._plan(samples)
         results = self._call_shares(method, plan)
@@ -264,9 +269,10 @@ class Learner:
     ) -> list[Any]:
         """Run a method of the worker on each share of a plan; what came of each share.
 
-        All ranks that compute a sequence together get the same share and have the same results.
+        All ranks that compute sequences or layers together get the same share and have the same
+        results.
         """
-        size = self.config.train.sequence_parallel_size
+        size = self._together
         results = self._call(method, [(share, *further) for share in plan for _ in range(size)])
         return results[::size]
 

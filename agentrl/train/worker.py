@@ -105,6 +105,8 @@ class LearnerWorker:
             policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
         world_size = group.world_size
+        self._shards = config.train.tensor_parallel_size
+        _check_shards(policy, self._shards, world_size)
         self.keeps_whole = keeps_whole(config.train, world_size)
         """Whether `named_weights` gathers nothing."""
         self.engine = start_training(self.scorer, optimizer, config.train, world_size=world_size)
@@ -123,7 +125,10 @@ class LearnerWorker:
             if attention is not None:
                 reference.set_attn_implementation(attention)
             self.reference_engine = start_scoring(
-                scorer, world_size=world_size, offload=config.train.reference_offload
+                scorer,
+                world_size=world_size,
+                offload=config.train.reference_offload,
+                shards=self._shards,
             )
 
     @torch.no_grad()
@@ -156,8 +161,9 @@ class LearnerWorker:
                 partial(_loss, values_N=values_N, terms=terms, algo=algo),
                 entropy_grad=algo.entropy_coef != 0,
                 is_last=is_last,
-                # DeepSpeed averages over ranks; the weights already make the loss a sum over them.
-                scale=self.group.world_size,
+                # DeepSpeed averages over ranks that do not share layers; the weights already make
+                # the loss a sum over them.
+                scale=self.group.world_size / self._shards,
             )
             counted["tokens_given"] = float(micro_batch.num_given)
             counted["tokens_computed"] = float(run.work.tokens)
@@ -206,20 +212,31 @@ class LearnerWorker:
         Raises:
             OSError: it cannot be written.
         """
-        rank, world_size = self.group.rank, self.group.world_size
+        rank, world_size = self._place()
         for name, engine in self._saved_engines():
             save_rank(folder, engine, self.optimizer_steps, rank, world_size, name)
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote; raises `UsageError` as `load_rank` says."""
-        rank, world_size = self.group.rank, self.group.world_size
+        saved = len({path.name.partition("-rank-")[0] for path in folder.glob("learner-*")})
+        if saved not in (0, self._shards):
+            raise UsageError(
+                f"The checkpoint {folder} was saved with train.tensor_parallel_size {saved}, and "
+                f"this run has {self._shards}: set it to {saved}."
+            )
+        rank, world_size = self._place()
         for name, engine in self._saved_engines():
             self.optimizer_steps = load_rank(folder, engine, rank, world_size, name)
 
     def _saved_engines(self) -> list[tuple[str, Any]]:
         """What trains, by the names of its files."""
-        critic = [] if self.critic is None else [("value", self.critic.engine)]
-        return [("learner", self.engine), *critic]
+        shard = f"-shard-{self.group.rank % self._shards}" if self._shards > 1 else ""
+        critic = [] if self.critic is None else [(f"value{shard}", self.critic.engine)]
+        return [(f"learner{shard}", self.engine), *critic]
+
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that have the same shard of each layer, and their number."""
+        return self.group.rank // self._shards, self.group.world_size // self._shards
 
     def save_pretrained(self, folder: Path) -> None:
         """Rank 0 writes the policy and its tokenizer as a Hugging Face folder.
@@ -294,6 +311,16 @@ class LearnerWorker:
         if critic is not None:
             scores = scores.with_values(critic.values(micro_batch))
         return _split(scores, micro_batch)
+
+
+def _check_shards(policy: PreTrainedModel, shards: int, world_size: int) -> None:
+    text = policy.config.get_text_config()
+    heads = {text.num_attention_heads, text.num_key_value_heads} if shards > 1 else set()
+    if world_size % shards or any(number % shards for number in heads):
+        raise UsageError(
+            f"train.tensor_parallel_size {shards} does not divide the number of ranks "
+            f"({world_size}) and of heads ({', '.join(map(str, sorted(heads)))}): lower it."
+        )
 
 
 def _loss(

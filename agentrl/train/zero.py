@@ -51,31 +51,48 @@ def start_training(
     Gradients of backward passes add up until `step`; DeepSpeed divides them by the number of ranks.
     """
     deepspeed = _import_deepspeed()
-    settings = _settings(module, world_size, offload_weights=config.offload == "all")
+    settings = _settings(
+        module,
+        world_size,
+        offload_weights=config.offload == "all",
+        shards=config.tensor_parallel_size,
+    )
     if config.offload != "none":
         settings["zero_optimization"]["offload_optimizer"] = _host_memory()
     settings["gradient_clipping"] = config.max_grad_norm
     settings["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    _trust_inputs(engine)
     make_whole(engine)
     return engine
 
 
-def start_scoring(module: nn.Module, *, world_size: int, offload: bool = False) -> Any:
+def start_scoring(
+    module: nn.Module, *, world_size: int, offload: bool = False, shards: int = 1
+) -> Any:
     """Hand a module that is never trained to a DeepSpeed engine. A collective.
 
-    With `offload` its weights stay in host memory and go to the GPU a few at a time.
+    With `offload` its weights stay in host memory and go to the GPU a few at a time. `shards` is
+    `train.tensor_parallel_size`.
     """
     deepspeed = _import_deepspeed()
     module.requires_grad_(False)
-    settings = _settings(module, world_size, offload_weights=offload)
+    settings = _settings(module, world_size, offload_weights=offload, shards=shards)
     engine, *_ = deepspeed.initialize(model=module, config=settings)
+    _trust_inputs(engine)
     return engine
 
 
 def keeps_whole(config: TrainConfig, world_size: int) -> bool:
     """Whether the parameters of the trained module stay whole between uses."""
     return world_size == 1 and config.offload != "all"
+
+
+def _trust_inputs(engine: Any) -> None:
+    """Keep AutoTP from comparing the first inputs among ranks: it cannot compare plans of trees."""
+    check = getattr(engine, "first_dataloader_check", None)
+    if check is not None:
+        check.remove()
 
 
 def step_optimizer(engine: Any, lr: float) -> float:
@@ -169,7 +186,19 @@ def gather_in_buckets(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tup
     for bucket in buckets(named, BUCKET_NUMEL):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             for name, parameter in bucket:
-                yield name, parameter.data
+                yield name, _joined(parameter)
+
+
+def _joined(parameter: nn.Parameter) -> Tensor:
+    """The whole of a parameter; AutoTP's from the shards of all ranks."""
+    from deepspeed.module_inject.layers import DS_IS_REPLACED_MODULE
+
+    shard = parameter.data
+    if not getattr(parameter, DS_IS_REPLACED_MODULE, False):
+        return shard
+    parameter.gather_params([parameter])  # type: ignore[attr-defined]
+    whole, parameter.data = parameter.data, shard
+    return whole
 
 
 def buckets(
@@ -193,7 +222,7 @@ def buckets(
 
 
 def _settings(
-    module: nn.Module, world_size: int, *, offload_weights: bool = False
+    module: nn.Module, world_size: int, *, offload_weights: bool = False, shards: int = 1
 ) -> dict[str, Any]:
     bfloat16 = next(module.parameters()).dtype == torch.bfloat16
     whole = world_size == 1 and not offload_weights
@@ -205,6 +234,7 @@ def _settings(
         "bf16": {"enabled": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_force_ds_cpu_optimizer": False,
+        **({"tensor_parallel": {"autotp_size": shards}} if shards > 1 else {}),
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": WHOLE if whole else 0,
