@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.engines import prometheus
 from agentrl.engines.base import Engine, PauseMode, WeightSource
@@ -60,6 +61,7 @@ class Sampled:
     spans: Sequence[tuple[str, int, int]] | None
     finish_reason: FinishReason
     cached_tokens: int
+    routed_experts: NDArray[np.int16] | None = None
 
 
 def version_spans(answer: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
@@ -391,12 +393,19 @@ class RemoteEngine(Engine, UpdatableEngine):
             raise EngineError(f"{self.label} does not say which weights sampled each token")
         if params.logprobs and (sampled.logprobs is None or len(sampled.logprobs) != len(ids)):
             raise EngineError(f"{self.label} left out log-probabilities that were asked for")
+        routes = sampled.routed_experts
+        if self._limits.experts and len(ids) and routes is None:
+            raise EngineError(
+                f"{self.label} does not tell the experts of tokens: start it with "
+                "--enable-return-routed-experts, or set rollout.router_replay false"
+            )
         return Generation(
             token_ids=np.asarray(ids, dtype=np.int32),
             logprobs=np.asarray(sampled.logprobs, np.float32) if params.logprobs else None,
             weight_versions=versions,
             finish_reason=sampled.finish_reason,
             cached_tokens=sampled.cached_tokens,
+            routed_experts=routes,
         )
 
     async def _explained(self, error: EngineError) -> EngineError:

@@ -25,6 +25,8 @@ class EngineLimits:
     request_timeout: float = 1800.0
     vocab_size: int | None = None
     """With it, ids outside the vocabulary are refused here; some servers die of one."""
+    experts: tuple[int, int] | None = None
+    """Layers, and experts of a token in each, where every answer is to tell them."""
 
 
 def check_request(

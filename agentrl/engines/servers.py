@@ -47,6 +47,7 @@ def make_server_engine(config: Config, *, model_folder: Path, run_dir: Path) -> 
         max_num_seqs=section.max_num_seqs,
         request_timeout=section.request_timeout,
         vocab_size=model.vocab_size,
+        experts=_experts(config, model),
     )
     padding = None
     if section.kind == "vllm" and not section.urls and not has_gpu():
@@ -137,10 +138,30 @@ def _launch(
             gpu=gpu,
             lora_rank=lora_rank,
             seed=seed,
+            tells_experts=config.rollout.router_replay,
         )
     return sglang_launch(
-        section, model, dtype=dtype, max_model_len=max_model_len, gpu=gpu, seed=seed
+        section,
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        gpu=gpu,
+        seed=seed,
+        tells_experts=config.rollout.router_replay,
     )
+
+
+def _experts(config: Config, model: PretrainedConfig) -> tuple[int, int] | None:
+    """Layers, and experts of a token, that servers are to tell."""
+    if not config.rollout.router_replay:
+        return None
+    top_k = getattr(model, "num_experts_per_tok", None)
+    if top_k is None:
+        raise UsageError(
+            f"rollout.router_replay is set, but a model of type {model.model_type} has no experts: "
+            "remove it."
+        )
+    return model.num_hidden_layers, top_k
 
 
 def _pause_mode(config: Config) -> PauseMode:

@@ -17,6 +17,7 @@ import torch
 
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
+from agentrl.engines.expert_routes import read_plain
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import Place, RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
@@ -162,15 +163,20 @@ class SGLangEngine(RemoteEngine):
         }
         if place.replica is not None:
             body["routed_dp_rank"] = place.replica
+        experts = self._limits.experts
+        if experts is not None:
+            body["return_routed_experts"] = True
         answer = await self._ask(body, place)
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs")
+        routes = meta.get("routed_experts")
         return Sampled(
             token_ids=answer["output_ids"],
             logprobs=[entry[0] for entry in entries] if entries is not None else None,
             spans=version_spans(meta),
             finish_reason=meta["finish_reason"]["type"],
             cached_tokens=meta["cached_tokens"],
+            routed_experts=read_plain(routes, *experts) if experts and routes else None,
         )
 
     async def _ask(self, body: Mapping[str, Any], place: Place) -> Any:

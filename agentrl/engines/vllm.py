@@ -18,6 +18,7 @@ import httpx
 from agentrl.engines import launch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
+from agentrl.engines.expert_routes import read_npy
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import Place, RemoteEngine, Sampled, version_spans
 from agentrl.engines.transport.base import GroupAddress
@@ -185,6 +186,7 @@ class VLLMEngine(RemoteEngine):
             spans=version_spans(choice),
             finish_reason=choice["finish_reason"],
             cached_tokens=details.get("cached_tokens") or 0,
+            routed_experts=read_npy(routes) if (routes := choice.get("routed_experts")) else None,
         )
 
     async def _abort(self, request_id: str) -> None:

@@ -6,12 +6,13 @@ policy only if the learner sends each token where the sampler did: router replay
 arXiv:2507.18071, on mixtures of experts). The weights of the chosen experts stay the learner's own,
 with their gradient.
 
-Shapes: N tokens of a forward pass in the order of its rows, L layers with experts, k experts of
+Shapes: N tokens of a forward pass in the order of its rows, L layers of the model, k experts of
 each token, E experts.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel
 from agentrl.errors import UsageError
 
 __all__ = ["UNKNOWN", "Routers"]
+
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 UNKNOWN = -1
 """In place of an expert: the token goes where the model sends it."""
@@ -38,21 +41,26 @@ class Routers:
         self.replayed: Tensor | None = None
         """Experts [N, L, k] of the next passes, int64, `UNKNOWN` where the model is to choose; it
         stays while activations may be computed again."""
-        routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        routers = {
+            int(_LAYER.findall(name)[-1]): module
+            for name, module in model.named_modules()
+            if type(module).__name__.endswith("TopKRouter")
+        }
         kind = f"a model of type {model.config.model_type}"
         if not routers:
             raise UsageError(f"rollout.router_replay is set, but {kind} has no experts: remove it.")
-        self.num_layers = len(routers)
-        self.top_k = int(routers[0].top_k)
-        self._chosen: list[Tensor | None] = [None] * len(routers)
-        for layer, router in enumerate(routers):
+        self.num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.top_k = int(next(iter(routers.values())).top_k)
+        self._chosen: dict[int, Tensor] = {}
+        for layer, router in routers.items():
             _check(router, kind)
             router.register_forward_hook(self._hook(layer))
 
     def taken(self) -> Tensor:
-        """Experts [N, L, k] of the last pass, int64."""
-        chosen = [indices for indices in self._chosen if indices is not None]
-        return torch.stack(chosen, dim=1)
+        """Experts [N, L, k] of the last pass, int64; `UNKNOWN` in layers without experts."""
+        nowhere = torch.full_like(next(iter(self._chosen.values())), UNKNOWN)
+        layers = [self._chosen.get(layer, nowhere) for layer in range(self.num_layers)]
+        return torch.stack(layers, dim=1)
 
     def _hook(self, layer: int) -> Any:
         def choose(router: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:

@@ -13,6 +13,8 @@ for, and GET /fake/generated what each request for tokens said of itself.
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import threading
 import time
@@ -22,12 +24,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.group import new_group
+from agentrl.models.routing import Routers
 
 PAGE = 16
 """Tokens of one page of the prefix cache."""
@@ -66,6 +70,8 @@ class Sampler:
         self.generated: list[dict[str, Any]] = []
         """Body and headers of every request for tokens."""
         self.metrics = ""
+        self.routers: Routers | None = None
+        """Set where it tells the experts of tokens."""
 
     def generate(
         self,
@@ -111,7 +117,12 @@ class Sampler:
         spans = [
             {"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)
         ]
+        routes = None
+        if self.routers is not None:
+            self.model(torch.tensor([(prompt + ids)[:-1]]))
+            routes = self.routers.taken().numpy()
         return {
+            "routes": routes,
             "ids": ids,
             "logprobs": logprobs,
             "spans": spans,
@@ -222,6 +233,9 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
         }
         if sampler.old:
             del choice["weight_versions"]
+        if result["routes"] is not None:
+            np.save(file := io.BytesIO(), result["routes"].astype(np.uint8))
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         details = {"cached_tokens": result["cached"]}
         return {"choices": [choice], "usage": {"prompt_tokens_details": details}}
     if path == "/pause":
@@ -288,6 +302,9 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         }
         if sampler.old:
             del meta["weight_versions"]
+        if result["routes"] is not None and body.get("return_routed_experts"):
+            numbers = result["routes"].astype(np.int32).tobytes()
+            meta["routed_experts"] = base64.b64encode(numbers).decode()
         if body["return_logprob"]:
             pairs = zip(result["logprobs"], result["ids"], strict=True)
             meta["output_token_logprobs"] = [[p, i, None] for p, i in pairs]
@@ -403,6 +420,7 @@ def main(kind: str) -> None:
     parser.add_argument("--exit-at-start", action="store_true")
     parser.add_argument("--cannot-sample", action="store_true")
     parser.add_argument("--old", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     options, _ = parser.parse_known_args()
     if options.exit_at_start:
         raise SystemExit("the fake server was told to end")
@@ -410,6 +428,8 @@ def main(kind: str) -> None:
     folder = options.model_path or options.serve[1]
     sampler = Sampler(Path(folder), options.token_seconds)
     sampler.old = options.old
+    if options.enable_return_routed_experts:
+        sampler.routers = Routers(sampler.model)
     if options.cannot_sample:
         sampler.always_fail = "no kernel for this model"
     handler = _handler(sampler, vllm_answer if kind == "vllm" else sglang_answer)
