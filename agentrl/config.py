@@ -269,11 +269,6 @@ class Config(Section):
                 "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "
                 "remove it"
             )
-        if rollout.router_replay and self.engine.kind == "scripted":
-            raise ValueError(
-                "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "
-                "remove it"
-            )
         if self.train.sequence_parallel_size > 1 and rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay does not know which tokens a rank has with "
