@@ -258,36 +258,6 @@ class Config(Section):
                 "(grpo, dr_grpo, rloo) with algo.advantage.drop_zero_variance, or set "
                 "rollout.dynamic_sampling false"
             )
-        rows = self.train.prefix_sharing in ("packed", "padded")
-        if self.train.sequence_parallel_size > 1 and rows:
-            raise ValueError(
-                "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
-                f"{self.train.prefix_sharing}: set one of them to its default"
-            )
-        if rollout.router_replay and self.engine.kind == "scripted":
-            raise ValueError(
-                "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "
-                "remove it"
-            )
-        if self.train.sequence_parallel_size > 1 and rollout.router_replay:
-            raise ValueError(
-                "rollout.router_replay does not know which tokens a rank has with "
-                "train.sequence_parallel_size above 1: set one of them to its default"
-            )
-        shards = self.train.tensor_parallel_size
-        if shards > 1 and (self.train.sequence_parallel_size > 1 or self.model.lora.rank):
-            other = "model.lora" if self.model.lora.rank else "train.sequence_parallel_size"
-            raise ValueError(
-                f"train.tensor_parallel_size does not go with {other}: set one to its default"
-            )
-        if self.train.reference_offload and (algo.kl.coef == 0 or self.model.lora.rank):
-            why = (
-                "model.lora scores with the policy itself" if algo.kl.coef else "algo.kl.coef is 0"
-            )
-            raise ValueError(
-                "train.reference_offload would be ignored, since there is no reference model: "
-                f"{why}; set it false"
-            )
         if rollout.min_group_size > rollout.n_samples_per_prompt:
             raise ValueError(
                 f"rollout.min_group_size ({rollout.min_group_size}) is more than "
@@ -299,17 +269,11 @@ class Config(Section):
                 f"rollout.max_new_tokens ({rollout.max_new_tokens}) is more than "
                 f"rollout.max_tokens ({rollout.max_tokens}): raise rollout.max_tokens"
             )
-        if rollout.max_tokens > self.train.max_tokens_per_gpu and rows:
-            raise ValueError(
-                f"train.max_tokens_per_gpu ({self.train.max_tokens_per_gpu}) is less than "
-                f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing "
-                f"{self.train.prefix_sharing} one episode must fit a pass: raise it, or set "
-                "train.prefix_sharing auto"
-            )
         if rollout.truncates:
             _refuse_ratios_to_the_sampler(algo)
         self._check_logprobs()
         self._check_lora()
+        self._check_learner()
         refuse_temperature(self.engine.kind, rollout.temperature)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
@@ -322,6 +286,48 @@ class Config(Section):
         """Whether engines get the LoRA adapter alone rather than all weights."""
         engine = self.engine
         return self.model.lora.rank > 0 and engine.kind == "vllm" and engine.lora != "merged"
+
+    def _check_learner(self) -> None:
+        train, rollout = self.train, self.rollout
+        rows = train.prefix_sharing in ("packed", "padded")
+        if train.sequence_parallel_size > 1 and rows:
+            raise ValueError(
+                "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
+                f"{train.prefix_sharing}: set one of them to its default"
+            )
+        if rollout.router_replay and self.engine.kind == "scripted":
+            raise ValueError(
+                "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "
+                "remove it"
+            )
+        if train.sequence_parallel_size > 1 and rollout.router_replay:
+            raise ValueError(
+                "rollout.router_replay does not know which tokens a rank has with "
+                "train.sequence_parallel_size above 1: set one of them to its default"
+            )
+        shards = train.tensor_parallel_size
+        if shards > 1 and (train.sequence_parallel_size > 1 or self.model.lora.rank):
+            other = "model.lora" if self.model.lora.rank else "train.sequence_parallel_size"
+            raise ValueError(
+                f"train.tensor_parallel_size does not go with {other}: set one to its default"
+            )
+        if train.reference_offload and (self.algo.kl.coef == 0 or self.model.lora.rank):
+            why = (
+                "model.lora scores with the policy itself"
+                if self.algo.kl.coef
+                else "algo.kl.coef is 0"
+            )
+            raise ValueError(
+                "train.reference_offload would be ignored, since there is no reference model: "
+                f"{why}; set it false"
+            )
+        if rollout.max_tokens > train.max_tokens_per_gpu and rows:
+            raise ValueError(
+                f"train.max_tokens_per_gpu ({train.max_tokens_per_gpu}) is less than "
+                f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing "
+                f"{train.prefix_sharing} one episode must fit a pass: raise it, or set "
+                "train.prefix_sharing auto"
+            )
 
     def _check_lora(self) -> None:
         if self.model.lora.rank == 0:

@@ -95,18 +95,12 @@ class SequenceGroup:
             targets_N=layout.targets_N[mine_N],
             temperatures_N=None if temperatures_N is None else temperatures_N[mine_N],
             tree=tree,
-            routes=None if layout.routes is None else self._cut_routes(layout.routes, width),
         )
         return part, mine_N
 
     def _cut(self, x_1T: Tensor, width: int) -> Tensor:
         padded = pad(x_1T, (0, width * self.size - x_1T.shape[1]))
         return padded[:, self._rank * width : (self._rank + 1) * width].contiguous()
-
-    def _cut_routes(self, routes: Tensor, width: int) -> Tensor:
-        """The experts to replay at this rank's nodes; -1, which is none, where it has no more."""
-        padded = pad(routes, (0, 0, 0, 0, 0, width * self.size - len(routes)), value=-1)
-        return padded[self._rank * width : (self._rank + 1) * width]
 
     def _attention(self, config: Any) -> Callable[..., tuple[Tensor, None]]:
         text = config.get_text_config()

@@ -86,10 +86,9 @@ class LearnerWorker:
             self.adapter = Adapter(
                 policy, config.model.lora, seed=config.train.seed, base=config.model.path
             )
-        temperature = config.rollout.temperature
         self.scorer = TokenScorer(
             policy,
-            temperature=temperature,
+            temperature=config.rollout.temperature,
             value_head=config.algo.advantage.estimator == "gae" and not separate_values,
             router_replay=config.rollout.router_replay,
         )
@@ -104,8 +103,7 @@ class LearnerWorker:
         if config.train.gradient_checkpointing:
             policy.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = build_optimizer(self.scorer, config.train)
-        world_size = group.world_size
-        self._shards = config.train.tensor_parallel_size
+        world_size, self._shards = group.world_size, config.train.tensor_parallel_size
         _check_shards(policy, self._shards, world_size)
         self.keeps_whole = keeps_whole(config.train, world_size)
         """Whether `named_weights` gathers nothing."""
@@ -118,18 +116,23 @@ class LearnerWorker:
             self.critic = Critic(
                 group, value_model, config, attention=attention, sequence=self._sequence
             )
-        self.reference_engine = None
         self._away: HostCopy | None = None
+        self.reference_engine = None
         if reference is not None:
-            scorer = TokenScorer(reference, temperature=temperature)
-            if attention is not None:
-                reference.set_attn_implementation(attention)
-            self.reference_engine = start_scoring(
-                scorer,
-                world_size=world_size,
-                offload=config.train.reference_offload,
-                shards=self._shards,
-            )
+            self.reference_engine = self._start_reference(reference, config, attention)
+
+    def _start_reference(
+        self, reference: PreTrainedModel, config: Config, attention: str | None
+    ) -> Any:
+        scorer = TokenScorer(reference, temperature=config.rollout.temperature)
+        if attention is not None:
+            reference.set_attn_implementation(attention)
+        return start_scoring(
+            scorer,
+            world_size=self.group.world_size,
+            offload=config.train.reference_offload,
+            shards=self._shards,
+        )
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
@@ -315,6 +318,12 @@ class LearnerWorker:
 
 def _check_shards(policy: PreTrainedModel, shards: int, world_size: int) -> None:
     text = policy.config.get_text_config()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if shards > 1 and experts:
+        raise UsageError(
+            f"train.tensor_parallel_size {shards} does not share out experts, and the model has "
+            f"{experts}: set it to 1."
+        )
     heads = {text.num_attention_heads, text.num_key_value_heads} if shards > 1 else set()
     if world_size % shards or any(number % shards for number in heads):
         raise UsageError(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_parts import make_config, small_llama
+from learner_parts import VOCAB, make_config, small_llama
 from rank_pair import run_on_two_ranks
 from tensor_ranks import ALGORITHMS, build, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.errors import UsageError
 from agentrl.train.distributed import RankGroup
@@ -57,6 +57,16 @@ def test_numbers_that_do_not_divide_are_refused():
     config = make_config(train={"tensor_parallel_size": 2})
     with pytest.raises(UsageError, match=r"tensor_parallel_size 2 does not divide.*ranks \(1\)"):
         Learner(small_llama(), config)
+
+
+def test_a_mixture_of_experts_is_refused():
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, moe_intermediate_size=8,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="does not share out experts, and the model has 4"):
+        Learner(Qwen3MoeForCausalLM(config), make_config(train={"tensor_parallel_size": 2}))
 
 
 @pytest.mark.parametrize(
