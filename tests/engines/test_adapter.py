@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +18,11 @@ import peft
 import psutil
 import pytest
 import torch
-from engines.conftest import server_config
+from engines.conftest import python_of, server_config
 from engines.tiny import greedy, logprobs_R, source_of
 from pydantic import ValidationError
-from transformers import PreTrainedModel
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from agentrl.config import Config
 from agentrl.engines.base import WeightSource
@@ -25,10 +30,12 @@ from agentrl.engines.factory import make_engine
 from agentrl.engines.launch import vllm_launch
 from agentrl.engines.pool import EnginePool
 from agentrl.errors import EngineError
+from agentrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from agentrl.train.batch import Sample
 from agentrl.train.learner import Learner
 from agentrl.types import SamplingParams
 
+AGENT = Path(__file__).parents[2] / "examples" / "agents" / "number_guess.py"
 PROMPT = list(range(3, 60))
 GREEDY = SamplingParams(8, temperature=0)
 LONG = SamplingParams(400, temperature=2.0)
@@ -168,6 +175,53 @@ async def test_weights_without_an_adapter_are_refused(
     async with serving("fake-vllm", model_folder, tmp_path) as pool:
         with pytest.raises(EngineError, match=r"set engine\.lora merged"):
             await pool.update_weights(source_of(models[1], 1))
+
+
+def save_policy(folder: Path) -> None:
+    """A model that speaks ChatML, with heads that vLLM computes on a CPU."""
+    tokenizer = build_tiny_tokenizer()
+    tiny = build_tiny_model(tokenizer, seed=0)
+    config = copy.deepcopy(tiny.config)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    config.head_dim = 32
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config = tiny.generation_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_lora_run_and_its_resumption_sample_from_the_adapter_that_is_trained(
+    tmp_path: Path,
+) -> None:
+    save_policy(tmp_path / "policy")
+    run_dir = tmp_path / "run"
+
+    def train(*flags: str) -> None:
+        command = [sys.executable, "-m", "agentrl", "train", *flags]
+        subprocess.run(command, check=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    train(
+        *("--agent", str(AGENT), "--log.run_dir", str(run_dir)),
+        *("--model.path", str(tmp_path / "policy"), "--model.lora.rank", "8"),
+        *("--engine.kind", "vllm", "--engine.python", python_of("vllm")),
+        *("--rollout.batch_size", "8", "--rollout.n_samples_per_prompt", "4"),
+        *("--rollout.max_new_tokens", "3", "--rollout.max_turns", "3"),
+        *("--rollout.max_tokens", "128", "--rollout.logprobs", "sampler"),
+        *("--algo.advantage.drop_zero_variance", "false", "--train.lr", "1e-2"),
+        *("--train.max_steps", "3", "--train.save_steps", "3"),
+    )
+    train("--resume", str(run_dir), "--train.max_steps", "4")
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    # The engine's log-probabilities are the learner's at every step, and the policy has moved.
+    assert max(step["mismatch/log_ratio_max"] for step in steps) < 1e-3
+    assert len({step["policy/entropy"] for step in steps}) == 4
+    adapter = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    assert max(float(t.abs().max()) for name, t in adapter.items() if "lora_B" in name) > 1e-3
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, "8"), (8, "8"), (9, "16"), (200, "256")])
