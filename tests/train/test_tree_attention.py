@@ -1,5 +1,7 @@
 """The CPU's kernel and the GPU's mask against plain attention under the tree's boolean mask."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,38 @@ def test_so_they_are_however_the_tree_is_cut(samples: list[Sample], sizes: tuple
         assert_equal_to_plain(samples, torch.float64, 1e-12)
 
 
+def chunk_of(trie: TokenTrie, start: int, end: int) -> tuple[torch.Tensor, np.ndarray, TokenTrie]:
+    """Nodes start .. end as a tree, the ancestors of the first, and how far each reaches."""
+    path = np.flatnonzero(trie.subtree_end[:start] > start)
+    own = slice(start, end)
+    ends = np.minimum(trie.subtree_end, end) - start
+    part = TokenTrie(trie.token_ids[own], trie.positions[own], ends[own], path[:0], path[:0])
+    return torch.from_numpy(path), ends[path], part
+
+
+@settings(deadline=None, max_examples=50)
+@given(batches(), st.data(), st.sampled_from([(1, 1), (3, 5), (64, 128)]))
+def test_a_part_of_a_tree_goes_on_from_its_past(samples, data, sizes: tuple[int, int]):
+    trie = TokenTrie.build(samples)
+    start = data.draw(st.integers(0, trie.num_nodes - 1))
+    end = data.draw(st.integers(start + 1, trie.num_nodes))
+    path, rows, part = chunk_of(trie, start, end)
+    *qkv, grad = inputs(trie, torch.float64)
+    expected = plain(*qkv, trie, 0.35)[:, :, start:end]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernel, "LONG_CHAIN", sizes[0])
+        patch.setattr(tree_kernel, "BLOCK_NODES", sizes[1])
+        pieces = cut_pieces(part.positions, part.subtree_end, rows)
+    query, key, value = (x[:, :, start:end] for x in qkv)
+    past = (qkv[1][:, :, path], qkv[2][:, :, path])
+    out = tree_attention(query, key, value, pieces, 0.35, past)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    grad = grad.detach()[:, :, start:end]
+    got = torch.autograd.grad(out, qkv, grad)
+    for mine, theirs in zip(got, torch.autograd.grad(expected, qkv, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
 def test_a_chain_is_one_call_and_short_siblings_are_one_block():
     prompt = [0] * 200
     trie = TokenTrie.build([sample([*prompt, k, k, k, 9]) for k in range(1, 9)])
@@ -79,6 +113,20 @@ def test_the_block_mask_of_a_gpu_gives_the_same():
     out = flex_tree_attention(query, key[:, :1], value[:, :1], plan, 0.35)
     shared = [x[:, :1].expand(-1, 3, -1, -1) for x in (key, value)]
     torch.testing.assert_close(out, plain(query, *shared, trie, 0.35), atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_block_mask_of_a_gpu_knows_the_past():
+    trie = TokenTrie.build(long_and_short())
+    path, rows, part = chunk_of(trie, 230, 420)
+    query, key, value, _ = (x.detach().float() for x in inputs(trie, torch.float32))
+    plan = TreePlan(
+        part.positions, part.subtree_end, torch.device("cpu"), SimpleNamespace(rows_P=rows)
+    )
+    keys, values = (torch.cat([x[:, :, path], x[:, :, 230:420]], dim=2) for x in (key, value))
+    out = flex_tree_attention(query[:, :, 230:420], keys, values, plan, 0.35)
+    expected = plain(query, key, value, trie, 0.35)[:, :, 230:420]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
 def test_few_sizes_are_compiled_and_an_eighth_is_padding_at_most():
