@@ -295,6 +295,11 @@ class Config(Section):
                 "train.sequence_parallel_size shares out tries, and train.prefix_sharing is "
                 f"{train.prefix_sharing}: set one of them to its default"
             )
+        if rollout.router_replay and self.engine.router_url is not None:
+            raise ValueError(
+                "rollout.router_replay asks servers for experts, a field that sglang-router drops: "
+                "leave out engine.router_url"
+            )
         if rollout.router_replay and self.engine.kind == "scripted":
             raise ValueError(
                 "rollout.router_replay needs an engine with a model, and engine.kind is scripted: "

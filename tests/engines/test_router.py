@@ -162,6 +162,12 @@ def test_a_router_that_cannot_work_is_refused(settings: dict[str, Any], words: s
         EngineConfig(router_url="http://r:1", **settings)
 
 
+def test_experts_cannot_be_asked_for_through_the_router() -> None:
+    engine = {"kind": "sglang", "urls": ["http://a:1"], "router_url": "http://r:1"}
+    with pytest.raises(ValidationError, match="a field that sglang-router drops"):
+        Config(agent="a.py", engine=engine, rollout={"router_replay": True})  # type: ignore[arg-type]
+
+
 def test_an_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(ValidationError, match="write it as http://HOST:PORT"):
         EngineConfig(kind="sglang", urls=("http://a:1",), router_url="r:30000")
