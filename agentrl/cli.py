@@ -43,12 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AgentRLError as error:
         return _fail(error, prefix=f"[rank {rank}] " if rank else "")
     except KeyboardInterrupt:
-        print("agentrl: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
+    except BaseExceptionGroup as group:
+        # What Ctrl-C interrupts may be a task group of a library's, which wraps it.
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        return _interrupted()
     except BrokenPipeError:
         # The reader of our output (head, less) has gone. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _interrupted() -> int:
+    print("agentrl: interrupted", file=sys.stderr)
+    return 130
 
 
 def _fail(error: AgentRLError, *, prefix: str) -> int:

@@ -121,7 +121,12 @@ def test_resume_without_a_directory_takes_log_run_dir_or_the_newest_run(
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"), [(AgentRLError("the disk is full"), 1), (KeyboardInterrupt(), 130)]
+    ("raised", "status"),
+    [
+        (AgentRLError("the disk is full"), 1),
+        (KeyboardInterrupt(), 130),
+        (BaseExceptionGroup("of a library's tasks", [KeyboardInterrupt()]), 130),
+    ],
 )
 def test_a_failed_run_says_why_without_a_traceback(
     raised: BaseException,
