@@ -182,6 +182,9 @@ class TrainConfig(Section):
     """Passes over one rollout batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps of one pass over a whole batch; a batch with dropped groups makes fewer."""
+    shuffle: Literal["groups", "episodes"] = "groups"
+    """What is dealt out at random among the mini-batches of a pass: `groups` keeps the episodes of a
+    prompt together, so that it is computed once; `episodes` mixes them."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Computed tokens of one pass, padding and repeated prefixes included. A trie goes through in
     as many passes as it needs; of rows, each must fit."""
@@ -209,6 +212,12 @@ class TrainConfig(Section):
     """An evaluation every so many steps; 0: never."""
     eval_samples_per_prompt: PositiveInt = 1
     """Episodes of each evaluation example."""
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> TrainConfig:
+        if self.mini_batches == 1:
+            self._refuse_ignored("train", {"shuffle"}, "train.mini_batches is 1")
+        return self
 
 
 class LogConfig(Section):

@@ -259,3 +259,8 @@ def test_a_reference_that_is_no_second_model_cannot_be_offloaded(argv: list[str]
 def test_experts_are_not_replayed_where_ranks_share_a_sequence() -> None:
     with pytest.raises(UsageError, match=r"rollout\.router_replay does not know which tokens"):
         from_flags("--rollout.router_replay", "true", "--train.sequence_parallel_size", "2")
+
+
+def test_mini_batches_of_which_there_is_one_are_not_shuffled() -> None:
+    with pytest.raises(UsageError, match=r"train\.shuffle would be ignored.*mini_batches is 1"):
+        from_flags("--train.shuffle", "episodes")

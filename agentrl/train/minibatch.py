@@ -16,28 +16,39 @@ __all__ = ["loss_scale_factor", "mini_batches"]
 
 
 def mini_batches(
-    samples: Sequence[Sample], config: Config, *, seed: tuple[int, int]
+    samples: Sequence[Sample],
+    config: Config,
+    *,
+    group_ids: Sequence[str],
+    seed: tuple[int, int],
 ) -> Iterator[list[Sample]]:
     """Yield the samples of each optimizer step, weighted for it, over `ppo_epochs` passes.
 
-    All sequences of an episode stay in one step. Episodes are shuffled by `seed` where a pass has
-    several steps. A whole batch makes `mini_batches` steps; one from which episodes were dropped
-    makes fewer of the same size, since Adam's step is no smaller for a gradient of few episodes.
+    All sequences of an episode stay in one step. What `train.shuffle` names is shuffled by `seed`
+    where a pass has several steps; with `groups` (`group_ids`, by episode), the episodes of a group
+    stay together as far as steps of equal size allow. A whole batch makes `mini_batches` steps; one
+    from which episodes were dropped makes fewer of the same size, since Adam's step is no smaller
+    for a gradient of few episodes.
     """
     by_episode: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_episode[sample.episode].append(sample)
-    episodes = list(by_episode.values())
+    together = config.train.shuffle == "groups"
+    by_group: dict[str, list[list[Sample]]] = defaultdict(list)
+    for episode, parts in by_episode.items():
+        by_group[group_ids[episode] if together else str(episode)].append(parts)
+    groups = list(by_group.values())
     generator = np.random.default_rng(seed)
     rollout, most_steps = config.rollout, config.train.mini_batches
     size = math.ceil(rollout.batch_size * rollout.n_samples_per_prompt / most_steps)
-    num_steps = min(math.ceil(len(episodes) / size), most_steps)
+    num_steps = min(math.ceil(len(by_episode) / size), most_steps)
     scale_factor = loss_scale_factor(config.algo.loss, config.rollout)
     for _ in range(config.train.ppo_epochs):
-        order = list(range(len(episodes)))
+        order = list(range(len(groups)))
         if most_steps > 1:
-            order = generator.permutation(len(episodes)).tolist()
-        for part in np.array_split(order, num_steps):
+            order = generator.permutation(len(groups)).tolist()
+        episodes = [episode for group in order for episode in groups[group]]
+        for part in np.array_split(range(len(episodes)), num_steps):
             chosen = [episodes[i] for i in part]
             yield _weighted(chosen, config.algo.loss.aggregation, scale_factor)
 

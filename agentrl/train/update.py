@@ -60,7 +60,7 @@ def policy_update(
     steps: list[dict[str, float]] = []
     seed = (config.train.seed, learner.optimizer_steps)
     began = time.perf_counter()
-    batches = list(mini_batches(samples, config, seed=seed))
+    batches = list(mini_batches(samples, config, group_ids=selection.group_ids, seed=seed))
     for index, chosen in enumerate(batches):
         scale = lr_scale(step + index / len(batches), config.train)
         step_metrics, step_scores = _optimizer_step(learner, chosen, config.algo, scale)

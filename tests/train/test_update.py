@@ -16,6 +16,8 @@ from agentrl.train.update import policy_update
 from agentrl.types import StopReason
 
 TRAIN = {"lr": 1e-2}
+GROUPS = ["a"] * 3 + ["b"] * 2 + ["same"] * 2
+"""Of the episodes of `batch`."""
 
 
 def batch():
@@ -134,17 +136,44 @@ def test_mini_batches_hold_every_episode_once_a_pass_with_all_its_sequences():
     )
     samples = build_samples(batch(), range(7))
     doubled = [*samples, *samples]  # two sequences of each episode
-    steps = list(mini_batches(doubled, config, seed=(0, 0)))
+    steps = list(mini_batches(doubled, config, group_ids=GROUPS, seed=(0, 0)))
     assert len(steps) == 4
     for first, second in (steps[:2], steps[2:]):
         assert {s.episode for s in first} & {s.episode for s in second} == set()
         assert sorted(s.episode for s in (*first, *second)) == sorted([*range(7)] * 2)
     for step in steps:
         assert sum(s.weights.sum() for s in step) == pytest.approx(1.0)
-    again = list(mini_batches(doubled, config, seed=(0, 1)))
+    again = list(mini_batches(doubled, config, group_ids=GROUPS, seed=(0, 1)))
     assert [[s.episode for s in step] for step in steps] != [
         [s.episode for s in step] for step in again
     ]
+
+
+def test_a_group_stays_in_one_step_as_far_as_steps_of_equal_size_allow():
+    """They share their prompt, which a step computes once."""
+    config = make_config(
+        train={"mini_batches": 2, "ppo_epochs": 8},
+        rollout={"batch_size": 4, "n_samples_per_prompt": 2},
+    )
+    samples = [
+        Sample(np.arange(3), np.array([2]), episode=episode) for episode in (0, 2, 4, 6, 1, 3, 5, 7)
+    ]
+    steps = list(mini_batches(samples, config, group_ids=list("aabbccdd"), seed=(0, 0)))
+    pairs = [sorted({"aabbccdd"[s.episode] for s in step}) for step in steps]
+    assert all(len(step) == 4 and len(pair) == 2 for step, pair in zip(steps, pairs, strict=True))
+    assert len({tuple(pair) for pair in pairs}) > 2  # others together in every pass
+
+
+def test_or_its_episodes_are_mixed_with_those_of_others():
+    config = make_config(
+        train={"mini_batches": 2, "shuffle": "episodes"},
+        rollout={"batch_size": 8, "n_samples_per_prompt": 8},
+    )
+    samples = [Sample(np.arange(3), np.array([2]), episode=episode) for episode in range(64)]
+    ids = [str(episode // 8) for episode in range(64)]
+    for step in mini_batches(samples, config, group_ids=ids, seed=(0, 0)):
+        assert len(step) == 32
+        assert len({ids[sample.episode] for sample in step}) == 8
 
 
 def test_a_batch_with_dropped_groups_makes_fewer_steps_of_the_same_size():
@@ -154,7 +183,8 @@ def test_a_batch_with_dropped_groups_makes_fewer_steps_of_the_same_size():
 
     def sizes(num_episodes: int) -> list[int]:
         samples = build_samples(batch(), range(num_episodes))
-        return [len(step) for step in mini_batches(samples, config, seed=(0, 0))]
+        steps = mini_batches(samples, config, group_ids=GROUPS, seed=(0, 0))
+        return [len(step) for step in steps]
 
     assert sizes(7) == [2, 2, 2, 1]
     assert sizes(4) == [2, 2]
@@ -164,14 +194,14 @@ def test_a_batch_with_dropped_groups_makes_fewer_steps_of_the_same_size():
 def test_an_episode_that_forked_counts_as_one_sequence():
     config = make_config(algo={"loss": {"aggregation": "seq-mean-token-sum"}})
     one, two = build_samples(batch(), range(2))
-    (step,) = mini_batches([one, one, two], config, seed=(0, 0))
+    (step,) = mini_batches([one, one, two], config, group_ids=GROUPS, seed=(0, 0))
     assert [s.weights[0] for s in step] == [0.5, 0.5, 0.5]
 
 
 def test_greedy_tokens_have_no_weight_and_no_part_in_a_mean():
     one = Sample(np.arange(4), np.array([1, 2, 3]), episode=0).with_fields(temperatures=[1, 0, 1])
     two = Sample(np.arange(4), np.array([2, 3]), episode=1).with_fields(temperatures=[1, 1])
-    (step,) = mini_batches([one, two], make_config(), seed=(0, 0))
+    (step,) = mini_batches([one, two], make_config(), group_ids=GROUPS, seed=(0, 0))
     assert [sample.weights.tolist() for sample in step] == [[0.25, 0, 0.25], [0.25, 0.25]]
 
 
@@ -329,7 +359,8 @@ def test_the_constant_length_is_the_most_an_episode_can_sample_unless_it_is_set(
     assert loss_scale_factor(LossConfig(**aggregation), rollout) == 15
     assert loss_scale_factor(LossConfig(**aggregation, loss_scale_factor=7), rollout) == 7
     config = make_config(algo={"loss": aggregation | {"loss_scale_factor": 7}})
-    (step,) = mini_batches(build_samples(batch(), range(2)), config, seed=(0, 0))
+    samples = build_samples(batch(), range(2))
+    (step,) = mini_batches(samples, config, group_ids=GROUPS, seed=(0, 0))
     assert [sample.weights[0] for sample in step] == pytest.approx([1 / 14, 1 / 14])
 
 
