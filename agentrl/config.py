@@ -178,6 +178,9 @@ class TrainConfig(Section):
     """AdamW's, for the mean and the square of the gradient."""
     max_grad_norm: NonNegativeFloat = 1.0
     """0: no clipping."""
+    max_staleness: NonNegativeInt = 0
+    """By how many versions the weights that sampled a token may be older than those trained on it.
+    0: sample, then train; more: rollouts go on meanwhile, as far ahead as this allows."""
     ppo_epochs: PositiveInt = 1
     """Passes over one rollout batch."""
     mini_batches: PositiveInt = 1
@@ -283,6 +286,7 @@ class Config(Section):
         self._check_logprobs()
         self._check_lora()
         self._check_learner()
+        self._check_staleness()
         refuse_temperature(self.engine.kind, rollout.temperature)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")
@@ -341,6 +345,27 @@ class Config(Section):
                 f"rollout.max_tokens ({rollout.max_tokens}), but with train.prefix_sharing "
                 f"{train.prefix_sharing} one episode must fit a pass: raise it, or set "
                 "train.prefix_sharing auto"
+            )
+
+    def _check_staleness(self) -> None:
+        if self.train.max_staleness == 0:
+            return
+        if self.engine.kind == "transformers":
+            raise ValueError(
+                "train.max_staleness above 0 samples while the weights change, but engine.kind "
+                "transformers samples from the learner's own: use vllm or sglang, or set it to 0"
+            )
+        if self.engine.enable_sleep:
+            raise ValueError(
+                "train.max_staleness above 0 samples and trains at the same time, but with "
+                "engine.enable_sleep they take turns on the same GPUs: set one of them to its "
+                "default"
+            )
+        if not self.algo.needs_sampler_logprobs:
+            raise ValueError(
+                "train.max_staleness above 0 trains on tokens of older weights, whose ratio to the "
+                "newest must be known: set algo.correction.kind (tis, for one), or "
+                "algo.loss.old_logprobs sampler"
             )
 
     def _check_lora(self) -> None:

@@ -6,7 +6,9 @@ on timing, and survives a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from agentrl.errors import UsageError
 from agentrl.executors.groups import GroupRequest
 
 __all__ = ["ExampleCursor", "all_groups"]
+
+KEPT_ORDERS = 2
+"""Epochs whose order is kept: groups that are drawn again can be of the one before."""
 
 
 def all_groups(examples: Examples, n_samples: int, *, prefix: str) -> list[GroupRequest]:
@@ -29,49 +34,42 @@ def all_groups(examples: Examples, n_samples: int, *, prefix: str) -> list[Group
 class ExampleCursor:
     """Draws groups epoch after epoch, each epoch in an order of its own.
 
-    A batch that reaches the end of an epoch goes on in the next one, so that no tail is lost.
+    A batch that reaches the end of an epoch goes on in the next one, so that no tail is lost. A
+    group is known by its number, of all that are drawn in a run: its example follows from that.
     """
 
     def __init__(self, examples: Examples, *, seed: int, shuffle: bool = True) -> None:
         self._examples = examples
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
         self._drawn = 0
-        self._order = self._make_order()
+        self._again: deque[int] = deque()
+        self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def epoch(self) -> int:
         """How many whole passes over the data were drawn."""
-        return self._epoch
+        return max(self._drawn - 1, 0) // len(self._examples)
 
     def next_groups(self, n_groups: int, n_samples: int) -> list[GroupRequest]:
         """Draw `n_groups` groups. Their ids count all groups ever drawn and sort in this order."""
-        groups = []
-        for _ in range(n_groups):
-            if self._position == len(self._examples):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._make_order()
-            example_id, example = self._examples[int(self._order[self._position])]
-            groups.append(GroupRequest(f"{self._drawn:08d}", example_id, example, n_samples))
-            self._position += 1
-            self._drawn += 1
-        return groups
+        return [self._request(self._next_number(), n_samples) for _ in range(n_groups)]
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, and what it is a position in."""
+    def state_dict(self, again: Iterable[str] = ()) -> dict[str, Any]:
+        """The position, and what it is a position in.
+
+        Args:
+            again: ids of groups that were drawn but not used: they are drawn first after a restart.
+        """
         return {
             "size": len(self._examples),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "position": self._position,
             "drawn": self._drawn,
+            "again": sorted({*self._again, *map(int, again)}),
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
 
         Raises:
@@ -88,13 +86,29 @@ class ExampleCursor:
                     f"cannot resume: the {key} of the data was {state[key]} and is {own[key]} now; "
                     f"set {flag} (and the rest of [data]) as it was, or start a new run"
                 )
-        self._epoch = state["epoch"]
-        self._position = state["position"]
         self._drawn = state["drawn"]
-        self._order = self._make_order()
+        self._again = deque(state["again"])
 
-    def _make_order(self) -> NDArray[np.int64]:
+    def _next_number(self) -> int:
+        if self._again:
+            return self._again.popleft()
+        self._drawn += 1
+        return self._drawn - 1
+
+    def _request(self, number: int, n_samples: int) -> GroupRequest:
+        epoch, position = divmod(number, len(self._examples))
+        example_id, example = self._examples[int(self._order(epoch)[position])]
+        return GroupRequest(f"{number:08d}", example_id, example, n_samples)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._orders:
+            if len(self._orders) == KEPT_ORDERS:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = self._make_order(epoch)
+        return self._orders[epoch]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
         size = len(self._examples)
         if not self._shuffle:
             return np.arange(size)
-        return np.random.default_rng([self._seed % 2**32, self._epoch]).permutation(size)
+        return np.random.default_rng([self._seed % 2**32, epoch]).permutation(size)

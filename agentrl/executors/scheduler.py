@@ -92,20 +92,29 @@ class RolloutScheduler:
         self._rollout = rollout
         self._seed = seed
         self._logprobs_share = logprobs_share
+        self._slots = asyncio.Semaphore(rollout.max_concurrency)
         self._ever_completed = False
+        self._failures: list[Trajectory] = []
+        """Members that failed before anything completed."""
+        self._failed_attempts: Counter[StopReason] = Counter()
 
     async def run(
         self,
         requests: Iterable[GroupRequest],
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        *,
+        patience: int | None = None,
     ) -> RolloutResult:
         """Sample every member of every group.
 
-        Cancelling the call cancels every episode and returns when their instances are closed.
+        Several calls may run at once; `rollout.max_concurrency` is for all of them together.
+        Cancelling a call cancels every episode of it and returns when their instances are closed.
 
         Args:
             requests: the groups, with distinct ids.
             on_trajectory: called with the last attempt of each member as soon as it ended.
+            patience: how many members may fail before any has ever completed; without it, all of
+                this call but one.
 
         Raises:
             UsageError: raised inside an episode: no retry can mend it.
@@ -129,7 +138,7 @@ class RolloutScheduler:
                 f"only {len(batch.outcomes)} of {batch.size} episodes were delivered: a rollout "
                 "worker ended early; run again with --resume"
             )
-        self._check_progress(batch, batch.size)
+        self._check_progress(patience or batch.size)
         return batch.result(self._rollout.min_group_size)
 
     async def _work(self, batch: _Batch, participation: ExitStack) -> None:
@@ -137,10 +146,13 @@ class RolloutScheduler:
         try:
             with participation:
                 while batch.waiting:
-                    trajectory = await self._sample(batch.waiting.popleft(), batch)
-                    self._ever_completed |= not trajectory.stop_reason.failed
+                    async with self._slots:
+                        if not batch.waiting:
+                            break  # the others took the rest while this one waited
+                        trajectory = await self._sample(batch.waiting.popleft(), batch)
+                    self._note_progress(trajectory)
                     batch.deliver(trajectory)
-                    self._check_progress(batch, BREAKER_LIMIT)
+                    self._check_progress(BREAKER_LIMIT)
         except asyncio.CancelledError:
             if batch.stopping:
                 raise
@@ -157,6 +169,7 @@ class RolloutScheduler:
             if not trajectory.stop_reason.failed:
                 return trajectory
             batch.num_failed[trajectory.stop_reason] += 1
+            self._failed_attempts[trajectory.stop_reason] += 1
             if attempt == self._rollout.max_retries:
                 return trajectory
             attempt += 1
@@ -233,13 +246,20 @@ class RolloutScheduler:
                 grace,
             )
 
-    def _check_progress(self, batch: _Batch, limit: int) -> None:
-        """Raise where nothing has ever completed although `limit` members of the batch failed."""
-        failures = batch.failures
+    def _note_progress(self, trajectory: Trajectory) -> None:
+        self._ever_completed |= not trajectory.stop_reason.failed
+        if self._ever_completed:
+            self._failures.clear()
+        else:
+            self._failures.append(trajectory)
+
+    def _check_progress(self, limit: int) -> None:
+        """Raise where nothing has ever completed although `limit` members failed."""
+        failures = self._failures
         if self._ever_completed or not failures or len(failures) < limit:
             return
-        kinds = ", ".join(f"{kind}: {n}" for kind, n in sorted(batch.num_failed.items()))
-        engine_only = set(batch.num_failed) == {StopReason.ENGINE_ERROR}
+        kinds = ", ".join(f"{kind}: {n}" for kind, n in sorted(self._failed_attempts.items()))
+        engine_only = set(self._failed_attempts) == {StopReason.ENGINE_ERROR}
         raise (EngineError if engine_only else AgentError)(
             f"every one of the first {len(failures)} episodes failed (attempts by kind: {kinds}); "
             f"correct the {'engine' if engine_only else 'agent (try `agentrl check`)'}. "
@@ -269,7 +289,6 @@ class _Batch:
         self.size = len(self.waiting)
         self.submitted = time.perf_counter()
         self.outcomes: dict[str, Trajectory] = {}
-        self.failures: list[Trajectory] = []
         self.num_failed: Counter[StopReason] = Counter()
         self.num_retried = 0
         self.stopping = False
@@ -277,8 +296,6 @@ class _Batch:
     def deliver(self, trajectory: Trajectory) -> None:
         """Take the last attempt of a member."""
         self.outcomes[trajectory.rollout_id] = trajectory
-        if trajectory.stop_reason.failed:
-            self.failures.append(trajectory)
         if self._on_trajectory is not None:
             self._on_trajectory(trajectory)
 

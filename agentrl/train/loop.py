@@ -1,13 +1,14 @@
 """The training loop: sample, learn, push the weights back; read `TrainingRun.run` first.
 
-It is synchronous (on-policy): every token of a step is sampled from the weights of the step before.
-Rank 0 runs it; the other ranks follow its learner. What a step does depends on nothing but the
-configuration and the checkpoint it started from, so that a resumed run equals one that never
-stopped.
+With `train.max_staleness` 0 it is synchronous (on-policy): every token of a step is sampled from
+the weights of the step before, and what a step does depends on nothing but the configuration and
+the checkpoint it started from, so that a resumed run equals one that never stopped. Otherwise
+rollouts run ahead of training (see `ahead`). Rank 0 runs it; the other ranks follow its learner.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,8 +25,9 @@ from agentrl.engines.transport.select import check_transport
 from agentrl.errors import AgentError, UsageError
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
-from agentrl.executors.groups import RolloutResult
+from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.plugin import Agent, load_agent
+from agentrl.train.ahead import RolloutsAhead, staleness_metrics
 from agentrl.train.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -43,6 +45,7 @@ from agentrl.train.progress import Progress
 from agentrl.train.refill import sample_until_spread
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
+from agentrl.train.selection import select_episodes
 from agentrl.train.stats import (
     engine_metrics,
     episode_metrics,
@@ -150,6 +153,16 @@ class TrainingRun:
         self._sampler = Sampler(
             config, executor, engine, self._tokenizer, learner.generation_config
         )
+        self._ahead: RolloutsAhead | None = None
+        if config.train.max_staleness:
+            self._ahead = RolloutsAhead(
+                self._sample_group,
+                self._draw_group,
+                self._fills_batch,
+                batch_size=config.rollout.batch_size,
+                max_staleness=config.train.max_staleness,
+                max_refills=config.rollout.max_refills,
+            )
         self._saved_step = state.step
         self._empty_batches = 0
         self._warned: set[str] = set()
@@ -161,17 +174,14 @@ class TrainingRun:
         async with self._sampler:
             await self._push_weights()
             self._sampler.engine.stats()  # what came before the first step is no step's
-            while self._state.step < self._config.train.max_steps:
-                metrics = await self._step()
-                if self._due(self._config.train.eval_steps):
-                    metrics |= await self._evaluate()
-                # Logged before it is saved: resuming cuts off what was logged too much, but could
-                # not bring back the line of a step that a checkpoint already holds.
-                self._finish_step(metrics)
-                if self._due(self._config.train.save_steps):
-                    self._save_checkpoint()
-                if stop.signum is not None:
-                    self._stop(stop.signum)
+            try:
+                while self._state.step < self._config.train.max_steps:
+                    await self._whole_step()
+                    if stop.signum is not None:
+                        self._stop(stop.signum)
+            finally:
+                if self._ahead is not None:
+                    await self._ahead.close()
         if self._saved_step < self._state.step:
             self._save_checkpoint()
         self._save_model(self._run.model)
@@ -186,20 +196,33 @@ class TrainingRun:
             logs = self._run.path / "engines"
             self._progress.note(f"starting {engine.kind} x {engine.num_engines}; logs in {logs}")
 
+    async def _whole_step(self) -> None:
+        """A step, and what is due after it."""
+        metrics = await self._step()
+        if self._due(self._config.train.eval_steps):
+            metrics |= await self._evaluate()
+        # Logged before it is saved: resuming cuts off what was logged too much, but could not bring
+        # back the line of a step that a checkpoint already holds.
+        self._finish_step(metrics)
+        if self._due(self._config.train.save_steps):
+            self._save_checkpoint()
+
     async def _step(self) -> dict[str, float]:
         """Sample a batch, learn from it, push the weights: one step."""
         rollout = await self._sample()
+        ages = staleness_metrics(rollout.trajectories, self._state.step)
         with self._progress.phase("update"):
-            update = policy_update(
-                self._learner, rollout.trajectories, self._config, step=self._state.step
-            )
+            update = await self._update(rollout.trajectories)
         self._state.step += 1
         await self._push_weights()
-        self._state.cursor = self._cursor.state_dict()
+        waiting = self._ahead.group_ids if self._ahead is not None else ()
+        self._state.cursor = self._cursor.state_dict(again=waiting)
         sampled = sum(t.num_sampled for t in rollout.trajectories)
         self._state.tokens_sampled += sampled
         self._state.tokens_trained += int(update.get("policy/tokens_trained", 0))
-        metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update
+        metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update | ages
+        if self._ahead is not None:
+            metrics |= self._ahead.metrics()
         if REWARD in metrics:
             self._state.rewards.append(metrics[REWARD])
         metrics |= engine_metrics(self._sampler.engine.stats())
@@ -207,10 +230,21 @@ class TrainingRun:
         self._write_trajectories(rollout.outcomes)
         return metrics
 
+    async def _update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Train on a batch; beside the event loop where rollouts go on meanwhile."""
+        arguments = (self._learner, trajectories, self._config)
+        if self._ahead is None:
+            return policy_update(*arguments, step=self._state.step)
+        return await asyncio.to_thread(policy_update, *arguments, step=self._state.step)
+
     async def _sample(self) -> RolloutResult:
         settings = self._config.rollout
         async with self._engine_turn("rollout"):
-            if settings.dynamic_sampling:
+            if self._ahead is not None:
+                self._progress.rollouts_wanted(settings.batch_size * settings.n_samples_per_prompt)
+                steps_left = self._config.train.max_steps - self._state.step
+                rollout = await self._ahead.next_batch(self._state.step, steps_left)
+            elif settings.dynamic_sampling:
                 rollout = await sample_until_spread(
                     self._sample_groups, settings, self._config.algo
                 )
@@ -232,6 +266,20 @@ class TrainingRun:
         members = self._config.rollout.n_samples_per_prompt
         self._progress.rollouts_wanted(count * members)
         return await self._sampler.run(self._cursor.next_groups(count, members), self._count)
+
+    def _draw_group(self) -> GroupRequest:
+        return self._cursor.next_groups(1, self._config.rollout.n_samples_per_prompt)[0]
+
+    async def _sample_group(self, request: GroupRequest) -> RolloutResult:
+        settings = self._config.rollout
+        patience = settings.batch_size * settings.n_samples_per_prompt
+        return await self._sampler.run([request], self._count, patience=patience)
+
+    def _fills_batch(self, group: RolloutResult) -> bool:
+        """Whether a group counts as one of the `batch_size` of its batch."""
+        if not self._config.rollout.dynamic_sampling:
+            return bool(group.groups)
+        return bool(select_episodes(group.trajectories, self._config.algo).trained_groups)
 
     async def _push_weights(self) -> None:
         """Give the engine the learner's weights, as the version that the step number is."""

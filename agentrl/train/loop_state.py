@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import UsageError
 
@@ -18,8 +19,8 @@ _FILE = "loop.json"
 class LoopState:
     """Counts up to the last finished step. `step` is also the version of the weights.
 
-    `rewards` are the mean rewards of the steps that had one. The loop is synchronous: no group is
-    ever left over between two steps, so none is kept here.
+    `rewards` are the mean rewards of the steps that had one. `cursor` is where the data is drawn
+    from next; groups that were sampled ahead and are in no batch yet are drawn again.
     """
 
     step: int = 0
@@ -27,7 +28,7 @@ class LoopState:
     tokens_trained: int = 0
     train_seconds: float = 0.0
     rewards: list[float] = field(default_factory=list)
-    cursor: Mapping[str, int] = field(default_factory=dict)
+    cursor: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint folder; raises OSError."""

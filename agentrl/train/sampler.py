@@ -58,9 +58,11 @@ class Sampler:
         self,
         requests: Iterable[GroupRequest],
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        *,
+        patience: int | None = None,
     ) -> RolloutResult:
         """Sample every member of every group; see `RolloutScheduler.run`."""
-        return await self._scheduler.run(requests, on_trajectory)
+        return await self._scheduler.run(requests, on_trajectory, patience=patience)
 
     async def __aenter__(self) -> Sampler:
         await self.engine.start()

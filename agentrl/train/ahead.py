@@ -1,0 +1,154 @@
+"""Groups sampled ahead of training, so that neither waits for the other.
+
+With `train.max_staleness` k there are always so many groups under way or finished that k + 1
+batches can be made of them. A batch takes those that finish first, but for one thing: a group that
+began k versions ago must be in it, and is waited for, so that no token is older when it is trained
+on. What is not taken stays for a later batch; nothing that was sampled is thrown away.
+
+The groups that must be in a batch always fit it: after k more batches, at most one batch of the
+groups that are under way now is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from agentrl.executors.groups import GroupRequest, RolloutResult
+from agentrl.train.refill import merge_rollouts
+from agentrl.types import Trajectory
+
+__all__ = ["RolloutsAhead", "staleness_metrics"]
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """One group under way: under which weights it began, and when it ended among the others."""
+
+    group_id: str
+    version: int
+    task: asyncio.Task[RolloutResult]
+    place: int = field(default=-1)
+
+
+class RolloutsAhead:
+    """Keeps groups under way and makes batches of those that are done.
+
+    Args:
+        sample: samples one group.
+        draw: gives the next group of the data.
+        fills: whether a group counts towards the size of its batch; those that do not are in it
+            too, for the log.
+        batch_size: groups of a batch.
+        max_staleness: k, at least 1.
+        max_refills: a batch is given up on when it holds 1 + `max_refills` times its size.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[GroupRequest], Coroutine[Any, Any, RolloutResult]],
+        draw: Callable[[], GroupRequest],
+        fills: Callable[[RolloutResult], bool],
+        *,
+        batch_size: int,
+        max_staleness: int,
+        max_refills: int,
+    ) -> None:
+        self._sample, self._draw, self._fills = sample, draw, fills
+        self._batch_size, self._max_staleness = batch_size, max_staleness
+        self._most_taken = batch_size * (1 + max_refills)
+        self._groups: list[_Group] = []
+        self._places = itertools.count()
+        self._last_batch = time.perf_counter()
+
+    async def next_batch(self, version: int, steps_left: int) -> RolloutResult:
+        """The next batch, sorted by group id.
+
+        Args:
+            version: of the weights that are trained next; groups begin under it from now on.
+            steps_left: batches still to be made, this one included: no more is sampled than they
+                need.
+
+        Raises:
+            AgentRLError: as the scheduler's `run`.
+        """
+        batches = min(self._max_staleness + 1, steps_left)
+        taken: list[RolloutResult] = []
+        missing = self._batch_size
+        while missing > 0 and len(taken) < self._most_taken:
+            self._begin((batches - 1) * self._batch_size + missing, version)
+            group = await self._first_done(version, missing)
+            self._groups.remove(group)
+            taken.append(group.task.result())
+            missing -= self._fills(taken[-1])
+        self._begin((batches - 1) * self._batch_size, version)
+        taken.sort(key=lambda result: result.outcomes[0].group_id)
+        now = time.perf_counter()
+        seconds, self._last_batch = now - self._last_batch, now
+        return replace(merge_rollouts(taken), seconds=seconds)
+
+    @property
+    def group_ids(self) -> list[str]:
+        """The groups that are in no batch yet."""
+        return [group.group_id for group in self._groups]
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that wait and that run, and the mean sampled tokens of the episodes that wait."""
+        done = [group.task.result() for group in self._groups if group.task.done()]
+        lengths = [t.num_sampled for result in done for t in result.trajectories]
+        metrics = {
+            "ahead/finished_groups": float(len(done)),
+            "ahead/running_groups": float(len(self._groups) - len(done)),
+        }
+        if lengths:
+            metrics["ahead/waiting_length"] = float(np.mean(lengths))
+        return metrics
+
+    async def close(self) -> None:
+        """End what is under way; every instance is closed when this returns."""
+        for group in self._groups:
+            group.task.cancel()
+        await asyncio.gather(*(group.task for group in self._groups), return_exceptions=True)
+        self._groups.clear()
+
+    def _begin(self, count: int, version: int) -> None:
+        """Begin groups until `count` are under way or wait."""
+        while len(self._groups) < count:
+            request = self._draw()
+            task = asyncio.create_task(self._sample(request), name=request.group_id)
+            self._groups.append(group := _Group(request.group_id, version, task))
+            task.add_done_callback(partial(self._note_end, group))
+
+    def _note_end(self, group: _Group, _: object) -> None:
+        group.place = next(self._places)
+
+    async def _first_done(self, version: int, missing: int) -> _Group:
+        """Wait for a group that may be taken; of those that are done, the one that was first."""
+        due = [group for group in self._groups if version - group.version >= self._max_staleness]
+        candidates = due if len(due) >= missing else self._groups
+        await asyncio.wait(
+            [group.task for group in candidates], return_when=asyncio.FIRST_COMPLETED
+        )
+        await asyncio.sleep(0)  # until the ends are noted
+        done = [group for group in candidates if group.task.done()]
+        return min(done, key=lambda group: group.place)
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """By how many versions the sampled tokens are older than `version`: mean and most."""
+    sampled = [
+        sequence.weight_versions[sequence.response_mask]
+        for trajectory in trajectories
+        for sequence in trajectory.sequences
+    ]
+    ages = version - np.concatenate([np.empty(0, np.int32), *sampled])
+    if len(ages) == 0:
+        return {}
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}

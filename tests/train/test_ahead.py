@@ -1,0 +1,178 @@
+"""Groups that are sampled ahead: nothing is lost, nothing is older than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from agentrl.errors import EngineError
+from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult
+from agentrl.train.ahead import RolloutsAhead, staleness_metrics
+from agentrl.types import Sequence, StopReason, Trajectory, Turn
+
+
+def trajectory(group_id: str, versions: list[int] | None = None) -> Trajectory:
+    """One episode: a prompt token, then one sampled token for each version."""
+    versions = versions or [0]
+    size = 1 + len(versions)
+    sequence = Sequence(
+        token_ids=list(range(size)),
+        response_mask=[False] + [True] * (size - 1),
+        logprobs=None,
+        weight_versions=[-1, *versions],
+        turns=(Turn(start=1, end=size, finish_reason="stop"),),
+    )
+    return Trajectory((sequence,), 1.0, StopReason.DONE, group_id=group_id, rollout_id=group_id)
+
+
+def result(group_id: str, *, usable: bool = True) -> RolloutResult:
+    episode = trajectory(group_id)
+    groups = (RolloutGroup(group_id, group_id, (episode,)),) if usable else ()
+    return RolloutResult(groups, (episode,), (), 1, {}, 0, 0 if usable else 1, 1.0)
+
+
+async def quiet() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Sampling:
+    """Groups that end when they are told to, or fail."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, asyncio.Future[RolloutResult]] = {}
+        self.drawn = 0
+
+    def draw(self) -> GroupRequest:
+        self.drawn += 1
+        return GroupRequest(f"{self.drawn - 1:03d}", "example", {}, 1)
+
+    async def sample(self, request: GroupRequest) -> RolloutResult:
+        self.ends[request.group_id] = asyncio.get_running_loop().create_future()
+        return await self.ends[request.group_id]
+
+    async def end(self, *group_ids: str, usable: bool = True) -> None:
+        await quiet()
+        for group_id in group_ids:
+            self.ends[group_id].set_result(result(group_id, usable=usable))
+            await quiet()
+
+    def ahead(self, *, max_staleness: int = 1, batch_size: int = 2) -> RolloutsAhead:
+        return RolloutsAhead(
+            self.sample,
+            self.draw,
+            lambda group: bool(group.groups),
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            max_refills=3,
+        )
+
+
+def ids(batch: RolloutResult) -> list[str]:
+    return [outcome.group_id for outcome in batch.outcomes]
+
+
+async def test_a_batch_takes_the_groups_that_are_done_first_and_leaves_the_rest_running() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await sampling.end("003", "001")
+    assert ids(await batch) == ["001", "003"]
+    assert ahead.group_ids == ["000", "002"]
+    assert ahead.metrics()["ahead/running_groups"] == 2
+    await ahead.close()
+
+
+async def test_a_group_as_old_as_allowed_is_waited_for() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()
+    first = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await sampling.end("003", "001")
+    await first
+    second = asyncio.create_task(ahead.next_batch(1, steps_left=9))
+    await sampling.end("004", "005")  # begun under version 1: they have time
+    assert not second.done()
+    await sampling.end("002", "000")
+    assert ids(await second) == ["000", "002"]
+    assert ahead.metrics()["ahead/finished_groups"] == 2
+    third = await ahead.next_batch(2, steps_left=8)
+    assert ids(third) == ["004", "005"]
+    await ahead.close()
+
+
+async def test_a_group_that_does_not_fill_its_batch_is_replaced() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await sampling.end("000", usable=False)
+    await sampling.end("001", "004")  # 004 was begun in the place of 000
+    assert ids(await batch) == ["000", "001", "004"]
+    await ahead.close()
+
+
+async def test_a_batch_that_nothing_fills_is_given_up() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead(batch_size=1)
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    for number in range(4):
+        await sampling.end(f"{number:03d}", usable=False)
+    assert (await batch).groups == ()
+    await ahead.close()
+
+
+async def test_no_more_is_sampled_than_the_run_needs() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead(max_staleness=3)
+    for step in range(3):
+        batch = asyncio.create_task(ahead.next_batch(step, steps_left=3 - step))
+        await sampling.end(f"{2 * step:03d}", f"{2 * step + 1:03d}")
+        await batch
+    assert sampling.drawn == 6
+    assert ahead.group_ids == []
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 5])
+async def test_every_group_is_in_one_batch_and_none_is_too_old(max_staleness: int) -> None:
+    order = random.Random(max_staleness)
+    begun: dict[str, int] = {}
+    version = 0
+
+    async def sample(request: GroupRequest) -> RolloutResult:
+        begun[request.group_id] = version
+        for _ in range(order.choice([1, 1, 1, 40])):
+            await asyncio.sleep(0)
+        return result(request.group_id, usable=order.random() < 0.8)
+
+    sampling = Sampling()
+    sampling.sample = sample  # type: ignore[method-assign]
+    ahead = sampling.ahead(max_staleness=max_staleness, batch_size=4)
+    taken: list[str] = []
+    for version in range(50):
+        batch = await ahead.next_batch(version, steps_left=50 - version)
+        assert len(batch.groups) == 4
+        assert max(version - begun[group_id] for group_id in ids(batch)) <= max_staleness
+        taken += ids(batch)
+    left = ahead.group_ids
+    assert sorted(taken + left) == [f"{number:03d}" for number in range(sampling.drawn)]
+    await ahead.close()
+
+
+async def test_a_failure_ends_the_batch_and_closing_ends_what_runs() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await quiet()
+    sampling.ends["002"].set_exception(EngineError("the engine is gone"))
+    with pytest.raises(EngineError, match="the engine is gone"):
+        await batch
+    await ahead.close()
+    assert all(end.done() for end in sampling.ends.values())
+
+
+def test_staleness_is_counted_in_tokens() -> None:
+    episodes = [trajectory("a", [4, 4, 5]), trajectory("b", [3])]
+    assert staleness_metrics(episodes, 5) == {"staleness/mean": 1.0, "staleness/max": 2.0}
+    assert staleness_metrics([], 5) == {}
