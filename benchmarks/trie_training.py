@@ -33,7 +33,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.train.batch import Sample
-from agentrl.train.microbatch import MicroBatch, collate, plan_micro_batches, token_field
+from agentrl.train.microbatch import MicroBatch, collate, token_field
+from agentrl.train.row_plan import plan_rows
 from agentrl.train.scorer import TokenScorer
 from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.trie_plan import plan_tries
@@ -123,9 +124,7 @@ class Way:
                 token_cost=6 * hidden,
             )  # fmt: skip
         else:
-            (self.plan,) = plan_micro_batches(
-                samples, world_size=1, max_tokens=MAX_TOKENS, vocab_size=vocab
-            )
+            (self.plan,) = plan_rows(samples, world_size=1, max_tokens=MAX_TOKENS, vocab_size=vocab)
         self.sampled = sum(each.num_sampled for each in samples)
         self.computed = 0
 

@@ -25,8 +25,9 @@ from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.train.batch import Sample
 from agentrl.train.distributed import RankGroup
 from agentrl.train.flops import peak_flops
-from agentrl.train.microbatch import MicroBatch, plan_micro_batches
+from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import Sums, add_sums
+from agentrl.train.row_plan import plan_rows
 from agentrl.train.trie_plan import plan_tries
 from agentrl.train.worker import LearnerWorker, SampleScores, StepOutcome
 
@@ -246,7 +247,7 @@ class Learner:
                 # A layer has about 12 * hidden^2 weights; a pair of tokens costs it 2 * hidden.
                 token_cost=6 * text_config.hidden_size,
             )
-        return plan_micro_batches(
+        return plan_rows(
             samples,
             world_size=world_size,
             max_tokens=max_tokens,

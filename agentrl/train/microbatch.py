@@ -1,9 +1,8 @@
-"""Micro-batches that fit a device, the same number on every rank; rows of whole sequences.
+"""Micro-batches that fit a device, the same number on every rank, and how they are laid out.
 
-Micro-batches that share prefixes are cut by `trie_plan`; here they are laid out. Under ZeRO-3 every
-rank must run the same sequence of modules, so that ranks with less to do get empty micro-batches
-and every rank cuts the language-model head into the same number of chunks. A plan is a pure
-function of the samples: the same batch is always cut the same way.
+They are planned by `trie_plan` and `row_plan`. Under ZeRO-3 every rank must run the same sequence
+of modules, so that ranks with less to do get empty micro-batches and every rank cuts the
+language-model head into the same number of chunks.
 
 Shapes: B rows of T inputs each (one row for a trie), R sampled tokens of the samples, N distinct
 questions to the model: as many as R in rows, at most as many in a trie.
@@ -11,29 +10,23 @@ questions to the model: as many as R in rows, at most as many in a trie.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.errors import UsageError
 from agentrl.train.batch import Sample, sample_field
-from agentrl.train.packing import fill_rows
 from agentrl.train.tree_attention import TreePlan, compiled_size
 from agentrl.train.trie import TokenTrie
 
 __all__ = [
     "MicroBatch",
     "TokenLayout",
-    "check_longest",
     "collate",
     "padded_size",
-    "plan_micro_batches",
     "routes_on",
     "same_rounds",
     "temperatures_on",
@@ -87,57 +80,6 @@ class TokenLayout:
     positions_BT: Tensor | None = None
     temperatures_N: Tensor | None = None
     routes: Tensor | None = None
-
-
-def plan_micro_batches(
-    samples: Sequence[Sample],
-    *,
-    world_size: int,
-    max_tokens: int,
-    vocab_size: int,
-    packed: bool = False,
-) -> list[list[MicroBatch]]:
-    """Spread rows over ranks by tokens, then cut each rank's share by padded length.
-
-    Args:
-        samples: in any order; the plan names them by index.
-        world_size: number of ranks.
-        max_tokens: most padded inputs of one micro-batch.
-        vocab_size: size of a row of logits; it decides the chunks of the head.
-        packed: rows may hold several samples.
-
-    Returns:
-        For each rank a list of micro-batches, all lists equally long.
-
-    Raises:
-        UsageError: a sample alone is longer than `max_tokens`.
-    """
-    check_longest(samples, max_tokens)
-    lengths = [sample.num_inputs for sample in samples]
-    rows = fill_rows(lengths) if packed else [[index] for index in range(len(samples))]
-    sizes = [sum(lengths[index] for index in row) for row in rows]
-    cuts = [_cut(share, sizes, max_tokens) for share in _balance(sizes, world_size)]
-    depth = max(map(len, cuts))
-    cuts = [[*cut, *[[]] * (depth - len(cut))] for cut in cuts]
-    dealt = [[[rows[place] for place in cut] for cut in own_cuts] for own_cuts in cuts]
-    rounds = [[list(chain(*own)) for own in same_step] for same_step in zip(*dealt, strict=True)]
-    plan = same_rounds(rounds, samples, vocab_size=vocab_size, as_trie=False, ranks=world_size)
-    if not packed:
-        return plan
-    return [
-        [replace(each, row_sizes=tuple(map(len, own))) for each, own in zip(*pair, strict=True)]
-        for pair in zip(plan, dealt, strict=True)
-    ]
-
-
-def check_longest(samples: Sequence[Sample], max_tokens: int) -> None:
-    """Raise `UsageError` where a sample alone is longer than `max_tokens`."""
-    longest = max((sample.num_inputs for sample in samples), default=0)
-    if longest > max_tokens:
-        raise UsageError(
-            f"A sequence of {longest + 1} tokens does not fit train.max_tokens_per_gpu "
-            f"({max_tokens}): raise it, or lower rollout.max_tokens."
-        )
 
 
 def same_rounds(
@@ -261,26 +203,3 @@ def token_field(micro_batch: MicroBatch, name: str, device: torch.device) -> Ten
     """
     flat = sample_field(micro_batch.samples, name)
     return None if flat is None else torch.from_numpy(flat).to(device)
-
-
-def _balance(costs: Sequence[int], world_size: int) -> list[list[int]]:
-    """Give the longest remaining row to the rank with the fewest tokens so far."""
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0, rank) for rank in range(world_size)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(index)
-        heapq.heappush(loads, (load + costs[index], rank))
-    return shares
-
-
-def _cut(share: Sequence[int], sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows, longest first, into runs whose padded size is at most `max_tokens`."""
-    cuts: list[list[int]] = []
-    width = 0
-    for row in share:
-        if not cuts or (len(cuts[-1]) + 1) * width > max_tokens:
-            cuts.append([])
-            width = sizes[row]
-        cuts[-1].append(row)
-    return cuts

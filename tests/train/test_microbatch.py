@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from agentrl.errors import UsageError
 from agentrl.train import microbatch
 from agentrl.train.batch import Sample
-from agentrl.train.microbatch import MicroBatch, collate, plan_micro_batches, token_field
+from agentrl.train.microbatch import MicroBatch, collate, token_field
+from agentrl.train.row_plan import plan_rows
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def sample(inputs: int) -> Sample:
 
 
 def plan(lengths: list[int], world_size: int = 1, max_tokens: int = 32):
-    return plan_micro_batches(
+    return plan_rows(
         [sample(n) for n in lengths], world_size=world_size, max_tokens=max_tokens, vocab_size=10
     )
 
@@ -47,7 +48,7 @@ def test_samples_of_a_length_go_together():
 
 
 def test_packed_rows_hold_several_samples_and_none_is_longer_than_the_longest():
-    (share,) = plan_micro_batches(
+    (share,) = plan_rows(
         [sample(n) for n in [2, 16, 3, 9, 7, 4]],
         world_size=1, max_tokens=32, vocab_size=10, packed=True,
     )  # fmt: skip
@@ -59,7 +60,7 @@ def test_packed_rows_fit_the_budget_and_lose_no_sample(
     lengths: list[int], world_size: int, max_tokens: int
 ):
     samples = [sample(n) for n in lengths]
-    ranks = plan_micro_batches(
+    ranks = plan_rows(
         samples, world_size=world_size, max_tokens=max_tokens, vocab_size=10, packed=True
     )
     assert len({len(share) for share in ranks}) == 1
@@ -90,7 +91,7 @@ def test_every_rank_cuts_the_head_into_as_many_chunks(monkeypatch: pytest.Monkey
     """Each chunk gathers the head's weight, which all ranks must do equally often."""
     monkeypatch.setattr(microbatch, "LOGITS_PER_CHUNK", 10)
     samples = [Sample(np.arange(9), np.arange(1, 9)), sample(2)]
-    ranks = plan_micro_batches(samples, world_size=2, max_tokens=8, vocab_size=5)
+    ranks = plan_rows(samples, world_size=2, max_tokens=8, vocab_size=5)
     assert [[mb.head_chunks for mb in share] for share in ranks] == [[4], [4]]
 
 
