@@ -9,14 +9,13 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
 from agentrl.engines import prometheus
+from agentrl.engines.answer import Place, Sampled, checked_generation
 from agentrl.engines.base import Engine, PauseMode, WeightSource
 from agentrl.engines.engine_stats import EngineCounts, EngineStats, MetricNames
 from agentrl.engines.gate import RequestGate
@@ -27,9 +26,9 @@ from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
 from agentrl.errors import EngineError
-from agentrl.types import FinishReason, Generation, SamplingParams
+from agentrl.types import Generation, SamplingParams
 
-__all__ = ["Place", "RemoteEngine", "Sampled", "version_spans"]
+__all__ = ["RemoteEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,36 +38,6 @@ METRICS_INTERVAL = 2.0
 METRICS_SECONDS = 10.0
 DEATH_SECONDS = 1.5
 """How long after a broken connection the end of the server process is waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the prefix of a request is most likely cached."""
-
-    replica: int | None
-    """Data-parallel replica of the server; None where the server chooses."""
-    key: str
-    """The same for requests that share a prefix: their group, or their rollout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """An answer as the server gave it. `spans` are (version, start, end) over the tokens, None
-    where the server does not know versions."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float] | None
-    spans: Sequence[tuple[str, int, int]] | None
-    finish_reason: FinishReason
-    cached_tokens: int
-    routed_experts: NDArray[np.int16] | None = None
-
-
-def version_spans(answer: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """The field `weight_versions` of an answer; None from servers older than the field."""
-    if "weight_versions" not in answer:
-        return None
-    return [(s["version"], s["start"], s["end"]) for s in answer["weight_versions"] or []]
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -376,36 +345,13 @@ class RemoteEngine(Engine, UpdatableEngine):
 
     def _generation(self, sampled: Sampled, params: SamplingParams, sent_at: int) -> Generation:
         """Check an answer to a request that was sent under version `sent_at`."""
-        ids, spans = sampled.token_ids, sampled.spans
-        if spans is None:
+        if sampled.spans is None:
             # No update met the request, or only after it had been ended: see `pause`.
-            self._knows_versions = self._knows_versions and len(ids) == 0
-            spans = [(str(sent_at), 0, len(ids))]
-        if sampled.finish_reason == "stop" and (not ids or ids[-1] not in params.stop_token_ids):
-            raise EngineError(
-                f"{self.label} ended a turn at token {ids[-1] if ids else None}, which is not in "
-                "stop_token_ids: add it there, since the engine always stops at it"
-            )
-        versions = np.full(len(ids), -1, dtype=np.int32)
-        for version, start, end in spans:
-            versions[start:end] = int(version)
-        if (versions < 0).any():
-            raise EngineError(f"{self.label} does not say which weights sampled each token")
-        if params.logprobs and (sampled.logprobs is None or len(sampled.logprobs) != len(ids)):
-            raise EngineError(f"{self.label} left out log-probabilities that were asked for")
-        routes = sampled.routed_experts
-        if self._limits.experts and len(ids) and routes is None:
-            raise EngineError(
-                f"{self.label} does not tell the experts of tokens: start it with "
-                "--enable-return-routed-experts, or set rollout.router_replay false"
-            )
-        return Generation(
-            token_ids=np.asarray(ids, dtype=np.int32),
-            logprobs=np.asarray(sampled.logprobs, np.float32) if params.logprobs else None,
-            weight_versions=versions,
-            finish_reason=sampled.finish_reason,
-            cached_tokens=sampled.cached_tokens,
-            routed_experts=routes,
+            length = len(sampled.token_ids)
+            self._knows_versions = self._knows_versions and length == 0
+            sampled = replace(sampled, spans=[(str(sent_at), 0, length)])
+        return checked_generation(
+            sampled, params, self.label, experts=self._limits.experts is not None
         )
 
     async def _explained(self, error: EngineError) -> EngineError:

@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 import torch
 
+from agentrl.engines.answer import Place, Sampled, version_spans
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.expert_routes import read_plain
 from agentrl.engines.http import RequestRefusedError
-from agentrl.engines.remote import Place, RemoteEngine, Sampled, version_spans
+from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.engines.answer import Place
 from agentrl.engines.http import EngineClient, RequestRefusedError
-from agentrl.engines.remote import Place
 from agentrl.engines.sglang import SGLangEngine
 from agentrl.errors import EngineError
 
