@@ -73,7 +73,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on_where_it_was(
     # One optimizer step a batch, so that its old log-probabilities meet unchanged weights; at
     # T = 0.6 the engine's and the learner's are then the same (TRL#4159, verl#6240).
     new += ["--rollout.temperature", "0.6", "--train.max_steps", "4", "--train.save_steps", "1"]
-    new += ["--rollout.logprobs", "sampler"]
+    new += ["--rollout.logprobs", "sampler", "--algo.advantage.drop_zero_variance", "false"]
     process = start(new, kind, transport, log)
     wait_for_step(run_dir, 2, process, log)
     family = family_of(process)
