@@ -186,8 +186,8 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps of one pass over a whole batch; a batch with dropped groups makes fewer."""
     shuffle: Literal["groups", "episodes"] = "groups"
-    """What is dealt out at random among the mini-batches of a pass: `groups` keeps the episodes of a
-    prompt together, so that it is computed once; `episodes` mixes them."""
+    """What is dealt out at random among the mini-batches of a pass: `groups` keeps the episodes of
+    a prompt together, so that it is computed once; `episodes` mixes them."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Computed tokens of one pass, padding and repeated prefixes included. A trie goes through in
     as many passes as it needs; of rows, each must fit."""
