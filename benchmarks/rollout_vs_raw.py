@@ -130,8 +130,9 @@ class RecordingClient(EngineClient):
 
     async def post(self, path: str, body: Any = None, **options: Any) -> Any:
         """Send as ever."""
-        if path in ID_FIELDS:
-            _requests.get().append((path, body))
+        sent = _requests.get(None)
+        if sent is not None and path in ID_FIELDS:
+            sent.append((path, body))
         return await super().post(path, body, **options)
 
 
