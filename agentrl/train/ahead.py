@@ -84,7 +84,8 @@ class RolloutsAhead:
         missing = self._batch_size
         while missing > 0 and len(taken) < self._most_taken:
             self._begin((batches - 1) * self._batch_size + missing, version)
-            group = await self._first_done(version, missing)
+            room = min(missing, self._most_taken - len(taken))
+            group = await self._first_done(version, room)
             self._groups.remove(group)
             taken.append(group.task.result())
             missing -= self._fills(taken[-1])
@@ -129,10 +130,16 @@ class RolloutsAhead:
     def _note_end(self, group: _Group, _: object) -> None:
         group.place = next(self._places)
 
-    async def _first_done(self, version: int, missing: int) -> _Group:
-        """Wait for a group that may be taken; of those that are done, the one that was first."""
+    async def _first_done(self, version: int, room: int) -> _Group:
+        """Wait for a group that may be taken; of those that are done, the one that was first.
+
+        Args:
+            version: of the weights that are trained next.
+            room: how many more the batch surely takes: once those that are due need all of it, no
+                other is taken.
+        """
         due = [group for group in self._groups if version - group.version >= self._max_staleness]
-        candidates = due if len(due) >= missing else self._groups
+        candidates = due if len(due) >= room else self._groups
         await asyncio.wait(
             [group.task for group in candidates], return_when=asyncio.FIRST_COMPLETED
         )

@@ -123,6 +123,21 @@ async def test_a_batch_that_nothing_fills_is_given_up() -> None:
     await ahead.close()
 
 
+async def test_a_batch_that_nothing_fills_is_not_given_up_before_it_holds_what_is_due() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()  # a batch is given up when it holds 8 groups
+    first = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await sampling.end("001", "002")
+    await first
+    second = asyncio.create_task(ahead.next_batch(1, steps_left=9))
+    for number in range(3, 11):
+        await sampling.end(f"{number:03d}", usable=False)
+    assert not second.done()
+    await sampling.end("000", usable=False)
+    assert ids(await second) == ["000", *(f"{number:03d}" for number in range(3, 10))]
+    await ahead.close()
+
+
 async def test_no_more_is_sampled_than_the_run_needs() -> None:
     sampling = Sampling()
     ahead = sampling.ahead(max_staleness=3)
