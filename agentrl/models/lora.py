@@ -69,7 +69,20 @@ class Adapter:
                     f"({error}): name linear layers of it, such as q_proj."
                 ) from error
         self._scale = config.alpha / config.rank
-        self._layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+        layers = {
+            n: m for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)
+        }
+        self._layers = list(layers.values())
+        unknown = [
+            target
+            for target in config.target_modules
+            if not any(f".{name}".endswith(f".{target}") for name in layers)
+        ]
+        if unknown:
+            raise UsageError(
+                f"model.lora.target_modules {', '.join(unknown)} fits no layer of the model: name "
+                "linear layers of it, such as q_proj."
+            )
         head = model.get_output_embeddings()
         if any(layer is head or not isinstance(layer.base_layer, nn.Linear)
                for layer in self._layers):  # fmt: skip

@@ -170,6 +170,12 @@ def test_layers_that_cannot_have_factors_are_refused_by_name(modules):
         Learner(small_llama(), config)
 
 
+def test_a_name_that_fits_no_layer_is_refused_beside_one_that_does():
+    config = make_config(model={"lora": LORA | {"target_modules": ("q_proj", "qproj")}})
+    with pytest.raises(UsageError, match=r"target_modules qproj fits no layer"):
+        Learner(small_llama(), config)
+
+
 def test_a_list_of_layers_gives_factors_to_these_alone():
     config = make_config(model={"lora": LORA | {"target_modules": ("q_proj", "v_proj")}})
     learner = Learner(small_llama(), config)
