@@ -66,7 +66,7 @@ class RolloutsAhead:
         self._most_taken = batch_size * (1 + max_refills)
         self._groups: list[_Group] = []
         self._places = itertools.count()
-        self._last_batch = time.perf_counter()
+        self._last_batch: float | None = None
 
     async def next_batch(self, version: int, steps_left: int) -> RolloutResult:
         """The next batch, sorted by group id.
@@ -79,6 +79,8 @@ class RolloutsAhead:
         Raises:
             AgentRLError: as the scheduler's `run`.
         """
+        if self._last_batch is None:
+            self._last_batch = time.perf_counter()
         batches = min(self._max_staleness + 1, steps_left)
         taken: list[RolloutResult] = []
         missing = self._batch_size

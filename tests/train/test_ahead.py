@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,6 +186,25 @@ async def test_a_failure_ends_the_batch_and_closing_ends_what_runs() -> None:
         await batch
     await ahead.close()
     assert all(end.done() for end in sampling.ends.values())
+
+
+async def test_the_seconds_of_a_batch_begin_with_the_one_before_and_not_with_the_engines_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("agentrl.train.ahead.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    sampling = Sampling()
+    ahead = sampling.ahead(batch_size=1)
+    seconds = []
+    for number, (begin, end) in enumerate([(100.0, 102.0), (105.0, 109.0)]):
+        clock.now = begin
+        batch = asyncio.create_task(ahead.next_batch(number, steps_left=10))
+        await quiet()
+        clock.now = end
+        await sampling.end(f"{number:03d}")
+        seconds.append((await batch).seconds)
+    assert seconds == [2.0, 7.0]
+    await ahead.close()
 
 
 def test_staleness_is_counted_in_tokens() -> None:
