@@ -140,7 +140,15 @@ class RemoteEngine(Engine, UpdatableEngine):
         if self.server is not None:
             await self.server.start()
         await self._connect()
-        await self._label(self._version)
+        try:
+            await self._label(self._version)
+        except EngineError as error:
+            if self.server is None and isinstance(error.__cause__, httpx.ConnectError):
+                raise EngineError(
+                    f"nothing answers at {self._url}, which engine.urls names: start the server "
+                    "there, or correct the address"
+                ) from error
+            raise
         self._gate.open()
         await self.generate((0,), SamplingParams(max_new_tokens=1, logprobs=False))
         self._stats.take()

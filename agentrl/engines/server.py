@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from agentrl.engines import supervisor
-from agentrl.errors import EngineError, UsageError
+from agentrl.errors import EngineError
 
 __all__ = ["EngineServer", "free_port", "last_lines"]
 
@@ -91,6 +91,7 @@ class EngineServer:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
+        self._answered = False
         self._log_start = 0
         self.died = asyncio.Event()
         """Set when the process ended without being asked to."""
@@ -121,7 +122,6 @@ class EngineServer:
         """Start the process and wait until it answers its health check.
 
         Raises:
-            UsageError: the program cannot be started at all.
             EngineError: it ended, or did not answer in time; its last lines are in the message.
         """
         port = free_port(self._host)
@@ -129,7 +129,7 @@ class EngineServer:
         command = [str(part) for part in self._command(port)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.died = asyncio.Event()
-        self._stopping = False
+        self._stopping = self._answered = False
         logger.info("starting %s at %s: %s", self.name, self.url, " ".join(command))
         wrapped = [sys.executable, supervisor.__file__, str(os.getpid()), "--", *command]
         with self.log_path.open("ab") as log:
@@ -144,7 +144,7 @@ class EngineServer:
             )
         self._watcher = asyncio.create_task(self._watch(self._process))
         try:
-            await self._wait_for_health(command[0])
+            await self._wait_for_health()
         except BaseException:
             await self.stop()
             raise
@@ -173,20 +173,19 @@ class EngineServer:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
         if not self._stopping:
-            logger.error("%s", self.describe_death())
+            if self._answered:  # else `start` raises it
+                logger.error("%s", self.describe_death())
             self.died.set()
 
-    async def _wait_for_health(self, program: str) -> None:
+    async def _wait_for_health(self) -> None:
         started = time.monotonic()
         async with httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False) as client:
             while True:
                 if self.died.is_set():
-                    message = self.describe_death()
-                    if "FileNotFoundError" in message and program in message:
-                        raise UsageError(f"{program} cannot be started: set engine.python")
-                    raise EngineError(message)
+                    raise EngineError(self.describe_death())
                 try:
                     if (await client.get(self._health_path)).status_code == httpx.codes.OK:
+                        self._answered = True
                         return
                 except httpx.TransportError:
                     pass  # not listening yet

@@ -16,6 +16,7 @@ from agentrl.config_engine import SERVER_KINDS
 from agentrl.cursor import all_groups
 from agentrl.data import Examples, load_examples
 from agentrl.engines.base import WeightSource
+from agentrl.engines.installed import check_python
 from agentrl.errors import UsageError
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
@@ -39,6 +40,7 @@ def evaluate(config: Config) -> EvalResult:
     """
     agent = load_agent(config.agent)
     examples = load_examples(config.data, agent, evaluation=True)
+    check_python(config.engine)
     executor = agent.make_executor(config.rollout, config.data)
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(config.model, config.train.seed)

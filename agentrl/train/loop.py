@@ -21,6 +21,7 @@ from agentrl.config import Config
 from agentrl.config_engine import SERVER_KINDS
 from agentrl.cursor import ExampleCursor, all_groups
 from agentrl.data import Examples, load_examples
+from agentrl.engines.installed import check_python
 from agentrl.engines.transport.select import check_transport
 from agentrl.errors import AgentError, UsageError
 from agentrl.executors.base import AgentExecutor
@@ -83,6 +84,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     evaluation = (
         load_examples(config.data, agent, evaluation=True) if config.train.eval_steps else None
     )
+    check_python(config.engine)
     check_transport(config.engine)
     # Built before the directory is: an agent that cannot start leaves none behind.
     executor = agent.make_executor(config.rollout, config.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.config import EngineConfig
+from agentrl.engines.installed import check_python
 from agentrl.engines.launch import server_options, sglang_launch, vllm_launch
 from agentrl.engines.transport.select import check_transport, transport_name
 from agentrl.engines.vllm import install_plugin
@@ -153,3 +155,12 @@ def test_a_server_elsewhere_needs_an_address_of_the_learner() -> None:
     check_transport(EngineConfig(**elsewhere, host="node-1"))
     check_transport(EngineConfig(**elsewhere, transport="disk"))
     check_transport(EngineConfig(kind="vllm", urls=["http://localhost:8000"]))
+
+
+def test_a_python_that_is_no_program_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "python").touch()  # not executable
+    for python in (tmp_path / "python", tmp_path / "no-such"):
+        with pytest.raises(UsageError, match=rf"engine\.python {python} is no program"):
+            check_python(EngineConfig(kind="vllm", python=python))
+    check_python(EngineConfig(kind="vllm", python=sys.executable))
+    check_python(EngineConfig(kind="vllm"))

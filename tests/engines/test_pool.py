@@ -16,10 +16,12 @@ from engines.interrupted import AfterOneBucket
 from engines.tiny import greedy, source_of
 from transformers import PreTrainedModel
 
+from agentrl.config import Config
 from agentrl.engines.base import WeightSource
 from agentrl.engines.factory import make_engine
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.server import free_port
 from agentrl.engines.transport.group import GroupTransport
 from agentrl.engines.weight_update import UpdateSettings, update_weights
 from agentrl.errors import EngineError
@@ -227,3 +229,16 @@ async def test_a_real_server_that_dies_in_a_transfer_is_an_error_and_takes_a_ret
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
         assert set(result.weight_versions.tolist()) == {3}
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_address_at_which_nothing_listens_is_named(
+    kind: str, model_folder: Path, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    engine = {"kind": kind.removeprefix("fake-"), "urls": (url,), "transport": "disk"}
+    config = Config(agent="agent.py", engine=engine)  # type: ignore[arg-type]
+    pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)
+    with pytest.raises(EngineError, match=rf"nothing answers at {url}, which engine\.urls names"):
+        await pool.start()
+    await pool.close()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from agentrl.engines.server import EngineServer, last_lines
-from agentrl.errors import EngineError, UsageError
+from agentrl.errors import EngineError
 
 HEALTHY = """
 import http.server, subprocess, sys
@@ -79,9 +79,12 @@ async def test_a_server_answers_at_its_url_until_it_is_stopped(tmp_path: Path) -
     assert not one.died.is_set()
 
 
-async def test_a_server_that_ends_at_start_says_why_in_its_own_words(tmp_path: Path) -> None:
+async def test_a_server_that_ends_at_start_says_why_in_its_own_words_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(EngineError, match="out of memory on device 0"):
         await server(tmp_path, FAILING).start()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_of_many_errors_the_first_is_told(tmp_path: Path) -> None:
@@ -95,14 +98,6 @@ async def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path)
     with pytest.raises(EngineError, match=r"engine\.start_timeout(.|\n)*still loading"):
         await server(tmp_path, SILENT, mark, start_timeout=1.0).start()
     assert processes(mark) == []
-
-
-async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    missing = EngineServer(
-        lambda port: ["/no/such/python"], name="test-0", log_path=tmp_path / "log"
-    )
-    with pytest.raises(UsageError, match=r"/no/such/python .* set engine\.python"):
-        await missing.start()
 
 
 async def test_the_death_of_a_server_is_seen_and_it_can_be_started_again(tmp_path: Path) -> None:
