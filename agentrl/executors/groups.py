@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from agentrl.types import Example, StopReason, Trajectory
 
-__all__ = ["GroupRequest", "RolloutGroup", "RolloutResult", "batch_warnings"]
+__all__ = ["GroupRequest", "RolloutGroup", "RolloutResult", "batch_warnings", "spread_warning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,6 @@ def batch_warnings(
             "every episode ended in an answer that was cut by the token limit: raise "
             "rollout.max_new_tokens (or rollout.max_tokens)"
         )
-    compared = [group for group in groups if len(group.scores) > 1]
-    if compared and all(min(group.scores) == max(group.scores) for group in compared):
-        spread = any(min(group.rewards) != max(group.rewards) for group in compared)
-        warnings["no_spread"] = (
-            "no group has any spread of scores, although rewards differ, so a group estimator "
-            "learns nothing from this batch: give no score where the reward is the task's measure"
-            if spread
-            else "no group has any spread of rewards, so this batch teaches nothing: check the "
-            "reward, the difficulty of the examples and rollout.temperature"
-        )
     if dropped:
         first = dropped[0]
         reason = (first.error or first.stop_reason).strip().splitlines()[-1]
@@ -126,6 +116,22 @@ def batch_warnings(
             f"{first.rollout_id}: {reason}"
         )
     return warnings
+
+
+def spread_warning(groups: SequenceABC[RolloutGroup]) -> str | None:
+    """Why an estimator that compares the members of a group learns nothing from all of these."""
+    compared = [group for group in groups if len(group.scores) > 1]
+    if not compared or any(min(group.scores) != max(group.scores) for group in compared):
+        return None
+    if any(min(group.rewards) != max(group.rewards) for group in compared):
+        return (
+            "no group has any spread of scores, although rewards differ, so a group estimator "
+            "learns nothing from this batch: give no score where the reward is the task's measure"
+        )
+    return (
+        "no group has any spread of rewards, so this batch teaches nothing: check the reward, the "
+        "difficulty of the examples and rollout.temperature"
+    )
 
 
 def _last_turn_cut(trajectory: Trajectory) -> bool:

@@ -26,7 +26,7 @@ from agentrl.engines.transport.select import check_transport
 from agentrl.errors import AgentError, UsageError
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
-from agentrl.executors.groups import GroupRequest, RolloutResult
+from agentrl.executors.groups import GroupRequest, RolloutResult, spread_warning
 from agentrl.plugin import Agent, load_agent
 from agentrl.train.ahead import RolloutsAhead, staleness_metrics
 from agentrl.train.checkpoint import (
@@ -253,6 +253,9 @@ class TrainingRun:
             else:
                 rollout = await self._sample_groups(settings.batch_size)
         self._note_warnings(rollout)
+        compares = self._config.algo.advantage.compares_groups
+        if compares and (warning := spread_warning(rollout.groups)) is not None:
+            self._warn_once("no_spread", warning)
         self._empty_batches = 0 if rollout.groups else self._empty_batches + 1
         is_last = self._state.step + 1 == self._config.train.max_steps
         if self._empty_batches == MAX_EMPTY_BATCHES or (self._empty_batches and is_last):

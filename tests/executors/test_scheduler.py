@@ -19,7 +19,7 @@ from agentrl.errors import (
 )
 from agentrl.executors import scheduler as scheduler_module
 from agentrl.executors.base import AgentExecutor
-from agentrl.executors.groups import GroupRequest
+from agentrl.executors.groups import GroupRequest, spread_warning
 from agentrl.executors.llm import LLM
 from agentrl.executors.scheduler import RolloutScheduler
 from agentrl.models.tiny import build_tiny_tokenizer
@@ -418,16 +418,14 @@ async def test_a_batch_in_which_every_answer_is_cut_is_warned_of():
     assert not any("rollout.max_new_tokens" in warning for warning in whole.warnings.values())
 
 
-async def test_a_batch_in_which_no_group_has_spread_is_warned_of():
+async def test_groups_without_spread_are_what_a_group_estimator_learns_nothing_from():
     same = await make(Loop(), ScriptedEngine([[7]])).run(requests(2, 2))
-    assert any(
-        "no group has any spread of rewards" in warning for warning in same.warnings.values()
-    )
+    assert "no group has any spread of rewards" in spread_warning(same.groups)
     one_group = ScriptedEngine(lambda p, s, r: [9] if r.endswith("1-001") else [7])
     spread = await make(Loop(), one_group).run(requests(2, 2))
-    assert not any("spread" in warning for warning in spread.warnings.values())
+    assert spread_warning(spread.groups) is None
     alone = await make(Loop(), ScriptedEngine([[7]])).run(requests(2, 1))
-    assert not any("spread" in warning for warning in alone.warnings.values())
+    assert spread_warning(alone.groups) is None
 
 
 async def test_a_batch_whose_task_scores_are_all_equal_is_warned_of_although_rewards_differ():
@@ -436,7 +434,7 @@ async def test_a_batch_whose_task_scores_are_all_equal_is_warned_of_although_rew
         return llm.trajectory(None, reward=reward, score=0.5, stop_reason=StopReason.DONE)
 
     result = await make(Loop(scored)).run(requests(2, 2))
-    assert "no group has any spread of scores" in result.warnings["no_spread"]
+    assert "no group has any spread of scores" in spread_warning(result.groups)
 
 
 async def test_group_ids_must_be_distinct():

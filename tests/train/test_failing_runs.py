@@ -91,3 +91,17 @@ def test_a_run_whose_weights_diverged_at_its_end_fails_and_saves_no_model(tmp_pa
     assert "not to be trusted" in err
     assert "Traceback" not in err
     assert not (run_dir / "model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("estimator", "warned"), [("grpo", True), ("gae", False)])
+def test_equal_rewards_are_warned_of_where_the_estimator_compares_a_group(
+    tmp_path: Path, estimator: str, warned: bool
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(HEAD + GOOD)
+    flags = ("--log.run_dir", str(tmp_path / "run"), "--train.max_steps", "1")
+    flags += ("--rollout.n_samples_per_prompt", "2", "--algo.advantage.estimator", estimator)
+    status, out, err = run(command("train", agent, *flags))
+    assert status == 0, err
+    assert ("this batch teaches nothing" in out) == warned
