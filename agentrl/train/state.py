@@ -79,7 +79,8 @@ def load_rank(folder: Path, engine: Any, rank: int, world_size: int, name: str =
     if mine["numels"] != {name: numel for group in sizes for name, numel in group}:
         raise UsageError(
             f"The checkpoint {folder} is of a model with other shapes: "
-            "resume with the --model.path that it was trained with."
+            "resume with the --model.path, --model.lora, --algo.value.model and "
+            "--algo.advantage.estimator that it was trained with."
         )
     zero = engine.optimizer.state_dict()
     flats = {

@@ -54,7 +54,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     saved = learner(tied=True)
     saved.save(tmp_path)
     other = learner(tied=False)
-    with pytest.raises(UsageError, match=r"other shapes: resume with the --model\.path"):
+    with pytest.raises(
+        UsageError, match=r"other shapes: resume with the --model\.path, --model\.lora"
+    ):
         other.load(tmp_path)
     saved.close()
     other.close()
