@@ -34,6 +34,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 BACKEND = "agentrl"
+WAIT_MS = 2
+"""How long a process sleeps at most before it looks for a message again."""
 
 
 def register() -> None:
@@ -48,11 +50,19 @@ def _wait_without_spinning() -> None:
     """Let processes that wait for each other sleep.
 
     After each message they look for the next one for a second without a pause. On a CPU that takes
-    the cores from whoever computes, the learner included.
+    the cores from whoever computes, the learner included. They sleep until they are called, but for
+    a moment only: vLLM loses calls, which its looking makes up for.
     """
     condition = getattr(shm_broadcast, "SpinCondition", None)
-    if condition is not None and condition.__init__.__defaults__ is not None:
-        condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
+    if condition is None or condition.__init__.__defaults__ is None:
+        return
+    condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
+    wait = condition.wait
+
+    def wait_a_moment(self: Any, timeout_ms: int | None = None) -> None:
+        wait(self, WAIT_MS if timeout_ms is None else min(timeout_ms, WAIT_MS))
+
+    condition.wait = wait_a_moment
 
 
 @dataclass
