@@ -15,9 +15,9 @@ class _BeforeTorchvision:
 
 
 def _declare():
-    from torch.library import Library
+    from torch import library
 
-    declared = Library("torchvision", "DEF")
+    declared = library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         declared.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     # The operators last as long as the object that declared them.
