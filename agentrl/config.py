@@ -136,7 +136,8 @@ class RolloutConfig(Section):
     """Sample further groups in place of those whose task scores are all equal, from the same
     weights, until `batch_size` groups can be trained on (arXiv:2503.14476)."""
     max_refills: PositiveInt = 8
-    """dynamic_sampling: how often more groups are sampled in one step, at most."""
+    """How often more groups are sampled in one step, at most, in place of those that do not count:
+    for dynamic_sampling, and with `train.max_staleness` for failed ones too."""
     overlong_buffer: OverlongConfig = OverlongConfig()
     router_replay: bool = False
     """Mixtures of experts: the engine tells which experts each token went to, and the learner sends
@@ -149,8 +150,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RolloutConfig:
-        if not self.dynamic_sampling:
-            self._refuse_ignored("rollout", {"max_refills"}, "rollout.dynamic_sampling is false")
         if self.overlong_buffer.len > self.max_new_tokens:
             raise ValueError(
                 f"rollout.overlong_buffer.len ({self.overlong_buffer.len}) is more than "
@@ -349,6 +348,9 @@ class Config(Section):
 
     def _check_staleness(self) -> None:
         if self.train.max_staleness == 0:
+            if not self.rollout.dynamic_sampling:
+                why = "rollout.dynamic_sampling is false and train.max_staleness is 0"
+                self.rollout._refuse_ignored("rollout", {"max_refills"}, why)
             return
         if self.engine.kind == "transformers":
             raise ValueError(

@@ -59,6 +59,14 @@ def test_a_rollout_setting_without_effect_is_refused(rollout: dict[str, Any], wo
     assert words in complaint(rollout=rollout)
 
 
+def test_refills_are_bounded_for_rollouts_ahead_of_training_too() -> None:
+    ahead = {"train": {"max_staleness": 1}, "algo": {"correction": {"kind": "tis"}}}
+    config = Config(
+        agent=Path("a.py"), engine={"kind": "vllm"}, rollout={"max_refills": 3}, **ahead
+    )
+    assert config.rollout.max_refills == 3
+
+
 @pytest.mark.parametrize(
     "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_level"]
 )

@@ -46,6 +46,7 @@ class RolloutsAhead:
         draw: gives the next group of the data.
         fills: whether a group counts towards the size of its batch; those that do not are in it
             too, for the log.
+        explain: warnings about a batch that was given up with so many groups missing (0: none).
         batch_size: groups of a batch.
         max_staleness: k, at least 1.
         max_refills: a batch is given up on when it holds 1 + `max_refills` times its size.
@@ -56,12 +57,13 @@ class RolloutsAhead:
         sample: Callable[[GroupRequest], Coroutine[Any, Any, RolloutResult]],
         draw: Callable[[], GroupRequest],
         fills: Callable[[RolloutResult], bool],
+        explain: Callable[[int], dict[str, str]],
         *,
         batch_size: int,
         max_staleness: int,
         max_refills: int,
     ) -> None:
-        self._sample, self._draw, self._fills = sample, draw, fills
+        self._sample, self._draw, self._fills, self._explain = sample, draw, fills, explain
         self._batch_size, self._max_staleness = batch_size, max_staleness
         self._most_taken = batch_size * (1 + max_refills)
         self._groups: list[_Group] = []
@@ -91,11 +93,10 @@ class RolloutsAhead:
             self._groups.remove(group)
             taken.append(group.task.result())
             missing -= self._fills(taken[-1])
-        self._begin((batches - 1) * self._batch_size, version)
         taken.sort(key=lambda result: result.outcomes[0].group_id)
         now = time.perf_counter()
         seconds, self._last_batch = now - self._last_batch, now
-        return replace(merge_rollouts(taken), seconds=seconds)
+        return replace(merge_rollouts(taken, self._explain(missing)), seconds=seconds)
 
     @property
     def group_ids(self) -> list[str]:

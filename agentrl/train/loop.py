@@ -43,7 +43,7 @@ from agentrl.train.loop_state import LoopState
 from agentrl.train.metrics import REWARD, MetricWriter, open_metrics
 from agentrl.train.mismatch import sample_mismatch, samples_to_compare
 from agentrl.train.progress import Progress
-from agentrl.train.refill import sample_until_spread
+from agentrl.train.refill import refill_warnings, sample_until_spread
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
 from agentrl.train.selection import select_episodes
@@ -161,6 +161,7 @@ class TrainingRun:
                 self._sample_group,
                 self._draw_group,
                 self._fills_batch,
+                lambda missing: refill_warnings(missing, config.rollout),
                 batch_size=config.rollout.batch_size,
                 max_staleness=config.train.max_staleness,
                 max_refills=config.rollout.max_refills,

@@ -16,7 +16,7 @@ from agentrl.executors.groups import RolloutResult, batch_warnings
 from agentrl.train.selection import select_episodes
 from agentrl.types import StopReason
 
-__all__ = ["merge_rollouts", "sample_until_spread"]
+__all__ = ["merge_rollouts", "refill_warnings", "sample_until_spread"]
 
 
 async def sample_until_spread(
@@ -37,15 +37,19 @@ async def sample_until_spread(
     while missing > 0 and len(rounds) <= rollout.max_refills:
         rounds.append(await sample(missing))
         missing -= len(select_episodes(rounds[-1].trajectories, algo).trained_groups)
-    extra = {}
-    if missing > 0:
-        extra["refills"] = (
-            f"after {rollout.max_refills} refills only {rollout.batch_size - missing} of "
-            f"{rollout.batch_size} groups have a spread of scores: raise rollout.max_refills or "
-            "rollout.n_samples_per_prompt, or choose examples that are neither always nor never "
-            "solved"
-        )
-    return merge_rollouts(rounds, extra)
+    return merge_rollouts(rounds, refill_warnings(missing, rollout))
+
+
+def refill_warnings(missing: int, rollout: RolloutConfig) -> dict[str, str]:
+    """What to say of a batch whose refills ended with `missing` groups too few."""
+    if missing <= 0 or not rollout.dynamic_sampling:
+        return {}
+    return {
+        "refills": f"after {rollout.max_refills} refills only {rollout.batch_size - missing} of "
+        f"{rollout.batch_size} groups have a spread of scores: raise rollout.max_refills or "
+        "rollout.n_samples_per_prompt, or choose examples that are neither always nor never "
+        "solved"
+    }
 
 
 def merge_rollouts(

@@ -66,6 +66,7 @@ class Sampling:
             self.sample,
             self.draw,
             lambda group: bool(group.groups),
+            lambda missing: {"refills": f"{missing} missing"} if missing else {},
             batch_size=batch_size,
             max_staleness=max_staleness,
             max_refills=3,
@@ -121,6 +122,7 @@ async def test_a_batch_that_nothing_fills_is_given_up() -> None:
     for number in range(4):
         await sampling.end(f"{number:03d}", usable=False)
     assert (await batch).groups == ()
+    assert (await batch).warnings["refills"] == "1 missing"
     await ahead.close()
 
 
