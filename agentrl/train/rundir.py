@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import tomllib
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -93,7 +94,8 @@ class RunDir:
         What was logged of later steps is cut off: they will run again.
 
         Raises:
-            UsageError: no `log.run_dir`, nothing in it, or it is in use.
+            UsageError: no `log.run_dir`, nothing in it, or it is in use; or what is saved would
+                mean other weights under `config`.
         """
         path = config.log.run_dir
         if path is None or not (path / "config.toml").is_file():
@@ -101,9 +103,25 @@ class RunDir:
                 f"nothing to resume in {path}: name the directory of a run, --resume RUN_DIR"
             )
         run = cls(path)
+        try:
+            if step:
+                run._refuse_other_scaling(config)
+        except UsageError:
+            run.close()
+            raise
         run._cut(step)
         replace_text(run.config_file, to_toml(config))
         return run
+
+    def _refuse_other_scaling(self, config: Config) -> None:
+        """Raise `UsageError` where the saved factors of LoRA would be added in another measure."""
+        written = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+        alpha = written.get("model", {}).get("lora", {}).get("alpha", config.model.lora.alpha)
+        if alpha != config.model.lora.alpha:
+            raise UsageError(
+                f"the run in {self.path} was trained with model.lora.alpha {alpha:g}, and with "
+                f"{config.model.lora.alpha:g} its weights would be others: set it to {alpha:g}"
+            )
 
     def _failed_at_start(self) -> bool:
         """True where a run began of which nothing is finished."""

@@ -112,6 +112,19 @@ def test_resuming_leaves_what_is_not_the_runs_and_cuts_off_what_a_crash_left(
             assert [path.name for path in run.trajectories.iterdir()] == ["mine.parquet"]
 
 
+def test_factors_that_are_saved_are_not_added_in_another_measure(tmp_path: Path) -> None:
+    def config(alpha: float) -> Config:
+        lora = {"rank": 4, "alpha": alpha}
+        log = {"run_dir": tmp_path / "r"}
+        return Config.model_validate({"agent": "a.py", "model": {"lora": lora}, "log": log})
+
+    RunDir.create(config(16)).close()
+    with pytest.raises(UsageError, match=r"trained with model\.lora\.alpha 16.*set it to 16"):
+        RunDir.resume(config(8), 1)
+    RunDir.resume(config(16), 1).close()  # the refusal has let go of the lock, and changed nothing
+    RunDir.resume(config(8), 0).close()  # nothing is saved yet
+
+
 def test_a_run_that_failed_before_its_first_step_is_taken_over(tmp_path: Path) -> None:
     with RunDir.create(config_for(tmp_path / "r", "agents/wrong.py")) as run:
         run.metrics_file.write_text('{"ste')
