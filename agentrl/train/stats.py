@@ -14,6 +14,9 @@ from agentrl.types import Trajectory
 
 __all__ = ["engine_metrics", "episode_metrics", "eval_metrics"]
 
+HELD_NOW = frozenset({"running_requests", "waiting_requests", "cache_bytes"})
+"""What the embedded engine tells of itself at the moment it is asked."""
+
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards, lengths, turns, ends and the agent's own metrics; means over episodes."""
@@ -61,8 +64,11 @@ def eval_metrics(result: EvalResult) -> dict[str, float]:
 
 
 def engine_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """What an engine counted, by its names in the log."""
-    return {f"engine/{name}": float(value) for name, value in stats.items()}
+    """What an engine counted, by its names in the log.
+
+    What it holds at the moment is left out: between two steps that is nothing.
+    """
+    return {f"engine/{name}": float(stats[name]) for name in stats if name not in HELD_NOW}
 
 
 def _own_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
