@@ -9,7 +9,6 @@ Shapes: B rows, T inputs, N questions to the model.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,7 +19,7 @@ from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import LossTerms, Sums, weighted_value_loss
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.passes import Pass
-from agentrl.train.scorer import TokenScores, value_head_for
+from agentrl.train.scorer import TokenScores, hidden_states, value_head_for
 from agentrl.train.sequence_parallel import SequenceGroup
 from agentrl.train.tree_attention import TreePlan
 from agentrl.train.zero import start_training, step_optimizer
@@ -53,11 +52,7 @@ class ValueScorer(nn.Module):
 
         Log-probabilities and entropy are 0.
         """
-        extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
-        if tree is not None:
-            extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
-        hidden_BTH = self.body(input_ids=input_ids_BT, use_cache=False, **extra)[0]
-        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        hidden_NH = hidden_states(self.body, input_ids_BT, index_N, tree, positions_BT)
         values_N = self.value_head(hidden_NH).squeeze(-1).float()
         nothing_N = values_N.new_zeros(len(index_N))
         return TokenScores(nothing_N, nothing_N, values_N)

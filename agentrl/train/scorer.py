@@ -24,7 +24,14 @@ from agentrl.errors import UsageError
 from agentrl.models.routing import Routers
 from agentrl.train.tree_attention import TreePlan
 
-__all__ = ["POLICY_PREFIX", "TokenScorer", "TokenScores", "policy_names", "value_head_for"]
+__all__ = [
+    "POLICY_PREFIX",
+    "TokenScorer",
+    "TokenScores",
+    "hidden_states",
+    "policy_names",
+    "value_head_for",
+]
 
 POLICY_PREFIX = "policy."
 """What the names of the policy's parameters begin with inside a `TokenScorer`."""
@@ -116,11 +123,7 @@ class TokenScorer(nn.Module):
         """
         if self.routers is not None:
             self.routers.replayed = routes
-        extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
-        if tree is not None:
-            extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
-        hidden_BTH = self.policy.base_model(input_ids=input_ids_BT, use_cache=False, **extra)[0]
-        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
+        hidden_NH = hidden_states(self.policy.base_model, input_ids_BT, index_N, tree, positions_BT)
         if temperatures_N is None:
             temperatures_N = torch.full_like(index_N, self.temperature, dtype=torch.float32)
         split = [x.tensor_split(head_chunks) for x in (hidden_NH, targets_N, temperatures_N)]
@@ -172,6 +175,22 @@ def value_head_for(model: PreTrainedModel) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
+
+
+def hidden_states(
+    body: nn.Module,
+    input_ids_BT: Tensor,
+    index_N: Tensor,
+    tree: TreePlan | None,
+    positions_BT: Tensor | None,
+) -> Tensor:
+    """Run a model's body and pick the hidden states [N, H] at `index_N`; the arguments are those of
+    `TokenScorer.forward`."""
+    extra: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
+    if tree is not None:
+        extra = {"position_ids": tree.positions_1T, "agentrl_tree": tree}
+    hidden_BTH: Tensor = body(input_ids=input_ids_BT, use_cache=False, **extra)[0]
+    return hidden_BTH.flatten(0, 1).index_select(0, index_N)
 
 
 def policy_names(scorer: TokenScorer) -> list[tuple[str, nn.Parameter]]:
