@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from episodes import Workload
-from shapes import SHAPES, card, save_folder
+from servers import server_config
+from shapes import SHAPES, card
 
 from agentrl.chat import ChatFormat
 from agentrl.config import Config
@@ -36,25 +37,6 @@ from agentrl.executors.llm import LLM
 from agentrl.executors.scheduler import RolloutScheduler
 from agentrl.models.load import load_tokenizer
 from agentrl.types import Example, SamplingParams, StopReason, Trajectory
-
-GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "load_format": "dummy",
-        "max_num_batched_tokens": 16384,
-        "gpu_memory_utilization": 0.6,
-        "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
-    },
-    "sglang": {
-        "load_format": "dummy",
-        "mem_fraction_static": 0.6,
-        "sampling_backend": "pytorch",
-        "chunked_prefill_size": 16384,
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": GRAPH_SIZES,
-    },
-}
-"""Of the server, by their long names; the engine in its own process gets the same."""
 
 
 class Talk(AgentExecutor):
@@ -78,7 +60,7 @@ class Talk(AgentExecutor):
         return Trajectory((), 1.0, StopReason.DONE)
 
 
-async def rollout(
+async def run_episodes(
     engine: Engine, chat: ChatFormat, config: Config, talk: Talk, seed: int, logprobs: bool
 ) -> float:
     """Run all episodes; sampled tokens per second."""
@@ -116,7 +98,9 @@ async def through_agentrl(config: Config, workload: Workload, folder: Path, roun
         await engine.start()
         for seed in range(rounds + 1):
             for name, logprobs in (("without", False), ("with", True)):
-                found = await rollout(engine, chat, config, talk, 2 * seed + logprobs, logprobs)
+                found = await run_episodes(
+                    engine, chat, config, talk, 2 * seed + logprobs, logprobs
+                )
                 if seed > 0:
                     rates[name].append(found)
     finally:
@@ -126,7 +110,7 @@ async def through_agentrl(config: Config, workload: Workload, folder: Path, roun
 
 def in_process(config: Config, workload: Workload, folder: Path, rounds: int) -> Any:
     """The same inside the engine."""
-    options = OPTIONS[config.engine.kind] | {"dtype": config.model.dtype}
+    options = config.engine.extra | {"dtype": config.model.dtype}
     if config.engine.kind == "vllm":
         options |= {
             "max_model_len": workload.max_model_len,
@@ -162,31 +146,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="the median counts")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    if arguments.options:
-        OPTIONS[arguments.engine] = tomllib.loads(arguments.options.read_text())
     workload = Workload(**json.loads(arguments.workload))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = Config.model_validate(
-            {
-                "agent": "benchmark",
-                "model": {
-                    "path": str(save_folder(arguments.shape, folder / "model")),
-                    "dtype": "bfloat16",
-                },
-                "engine": {
-                    "kind": arguments.engine,
-                    "python": arguments.python,
-                    "max_num_seqs": workload.episodes,
-                    "max_model_len": workload.max_model_len,
-                    "extra": OPTIONS[arguments.engine],
-                },
-                "rollout": {
-                    "max_tokens": workload.max_model_len,
-                    "max_new_tokens": workload.sampled,
-                    "max_concurrency": workload.episodes,
-                },
-            }
+        engine: dict[str, Any] = {
+            "python": arguments.python,
+            "max_num_seqs": workload.episodes,
+            "max_model_len": workload.max_model_len,
+        }
+        if arguments.options:
+            engine["extra"] = tomllib.loads(arguments.options.read_text())
+        rollout = {
+            "max_tokens": workload.max_model_len,
+            "max_new_tokens": workload.sampled,
+            "max_concurrency": workload.episodes,
+        }
+        config = server_config(
+            arguments.engine, arguments.shape, folder, engine=engine, rollout=rollout
         )
         ours = asyncio.run(through_agentrl(config, workload, folder, arguments.rounds))
         bare = in_process(config, workload, folder, arguments.rounds)

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rollout import OPTIONS
-from shapes import SHAPES, build_model, card, save_folder
+from servers import server_config
+from shapes import SHAPES, build_model, card
 from transformers import PreTrainedModel
 
 from agentrl.config import Config
@@ -137,26 +137,16 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = Config.model_validate(
-            {
-                "agent": "benchmark",
-                "model": {
-                    "path": str(save_folder(arguments.shape, folder / "model")),
-                    "dtype": "bfloat16",
-                },
-                "engine": {
-                    "kind": arguments.engine,
-                    "python": arguments.python,
-                    "max_num_seqs": 256,
-                    "max_model_len": 2048,
-                    "transport": "ipc",
-                    "bucket_mb": arguments.bucket_mb,
-                    "enable_sleep": True,
-                    "sleep_level": 2,
-                    "extra": OPTIONS[arguments.engine],
-                },
-            }
-        )
+        engine = {
+            "python": arguments.python,
+            "max_num_seqs": 256,
+            "max_model_len": 2048,
+            "transport": "ipc",
+            "bucket_mb": arguments.bucket_mb,
+            "enable_sleep": True,
+            "sleep_level": 2,
+        }
+        config = server_config(arguments.engine, arguments.shape, folder, engine=engine)
         found = asyncio.run(measure(config, folder, arguments.shape, arguments.repeat))
     result = {**card(), "engine": arguments.engine, "shape": arguments.shape, **found}
     print(f"{arguments.engine}, {arguments.shape}, {result['gigabytes']:.1f} GB, {result['card']}")
