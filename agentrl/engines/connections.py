@@ -7,7 +7,7 @@ those that are idle lie on a stack.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
@@ -26,7 +26,7 @@ class ManyConnections(httpx.AsyncBaseTransport):
             max_connections=1, max_keepalive_connections=1, keepalive_expiry=keepalive
         )
         self._context = httpx.create_ssl_context(trust_env=False)
-        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._all: set[httpx.AsyncHTTPTransport] = set()
         self._idle: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -35,45 +35,64 @@ class ManyConnections(httpx.AsyncBaseTransport):
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
-            self._idle.append(connection)
+            await self._drop(connection)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Borrowed(response.stream, connection, self._idle)
+        response.stream = _Body(
+            response.stream,
+            read=lambda: self._idle.append(connection),
+            unread=lambda: self._drop(connection),
+        )
         return response
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for connection in self._all:
+        for connection in tuple(self._all):
             await connection.aclose()
 
     def _open(self) -> httpx.AsyncHTTPTransport:
         connection = httpx.AsyncHTTPTransport(
             verify=self._context, limits=self._limits, trust_env=False
         )
-        self._all.append(connection)
+        self._all.add(connection)
         return connection
 
+    async def _drop(self, connection: httpx.AsyncHTTPTransport) -> None:
+        """Close a connection in which a request broke off: its state is unknown."""
+        self._all.discard(connection)
+        await connection.aclose()
 
-class _Borrowed(httpx.AsyncByteStream):
-    """The body of an answer; when it is closed, its connection is idle again."""
+
+class _Body(httpx.AsyncByteStream):
+    """The body of an answer; at its end it says whether all of it was read."""
 
     def __init__(
         self,
         body: httpx.AsyncByteStream,
-        connection: httpx.AsyncHTTPTransport,
-        idle: list[httpx.AsyncHTTPTransport],
+        *,
+        read: Callable[[], None],
+        unread: Callable[[], Awaitable[None]],
     ) -> None:
-        self._body, self._connection, self._idle = body, connection, idle
-        self._open = True
+        self._body, self._read, self._unread = body, read, unread
+        self._complete = False
+        self._closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._body:
             yield part
+        self._complete = True
 
     async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         try:
             await self._body.aclose()
+        except BaseException:
+            self._complete = False
+            raise
         finally:
-            if self._open:
-                self._open = False
-                self._idle.append(self._connection)
+            if self._complete:
+                self._read()
+            else:
+                await self._unread()

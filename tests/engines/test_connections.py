@@ -34,7 +34,7 @@ class CountingServer:
                 self.arrivals.release()
                 await self.release.wait()
                 writer.write(ANSWER)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client has closed
         finally:
             writer.close()
@@ -95,3 +95,25 @@ async def test_a_request_that_fails_or_is_cancelled_does_not_spoil_the_next() ->
             await request
         server.release.set()
         assert (await http.get("/")).text == "ok"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}])
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_a_working_client(
+    headers: dict[str, str],
+) -> None:
+    async with client() as (http, _):
+        moments = 0
+        while True:
+            await http.get("/", headers=headers)
+            request = asyncio.create_task(http.get("/", headers=headers))
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            if request.done():
+                break
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            async with asyncio.timeout(5):
+                assert (await http.get("/", headers=headers)).text == "ok"
+            moments += 1
+        assert moments > 5

@@ -8,8 +8,8 @@ changes, and torn down when a transfer fails, which also ends what the other sid
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -173,25 +173,17 @@ async def _in_daemon_thread(call: Callable[[], T]) -> T:
 
     A worker of the event loop's pool would be waited for when the program ends.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: object) -> None:
-        if not outcome.cancelled():
-            setter(value)
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
-        try:
-            result = call()
-        except (RuntimeError, EngineError) as error:
-            report = functools.partial(settle, outcome.set_exception, error)
-        else:
-            report = functools.partial(settle, outcome.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(report)
+        if outcome.set_running_or_notify_cancel():
+            try:
+                outcome.set_result(call())
+            except BaseException as error:  # noqa: BLE001 (whoever waits is told)
+                outcome.set_exception(error)
 
     threading.Thread(target=run, name="agentrl-weights", daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(outcome)
 
 
 def _with_incarnations(
@@ -201,11 +193,12 @@ def _with_incarnations(
 
 
 async def _all(coroutines: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Run together; the first failure cancels the others at once and is raised."""
+    """Run together; the first failure cancels the others, waits for their end, and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
