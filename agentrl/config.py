@@ -130,14 +130,21 @@ class RolloutConfig(Section):
     """Seconds."""
     max_retries: NonNegativeInt = 1
     """How often a failed episode is run again with a fresh instance before it is dropped."""
+    retry_pause: NonNegativeFloat = 0.5
+    """Seconds before it is run again; twice as long before each further attempt, 60 at most."""
+    fail_fast: bool = False
+    """The first failed attempt ends the run, with its traceback: for finding out why it fails."""
+    max_consecutive_failures: PositiveInt = 32
+    """So many episodes that failed every attempt, with none completed in between, end the run;
+    once one has completed, `max_concurrency` more, since an outage fails all that are in flight."""
     min_group_size: PositiveInt = 1
-    """A group with fewer scored episodes is dropped from the step."""
+    """A group with fewer scored episodes is dropped from the step, and replaced by a new one."""
     dynamic_sampling: bool = False
     """Sample further groups in place of those whose task scores are all equal, from the same
     weights, until `batch_size` groups can be trained on (arXiv:2503.14476)."""
     max_refills: PositiveInt = 8
     """How often more groups are sampled in one step, at most, in place of those that do not count:
-    for dynamic_sampling, and with `train.max_staleness` for failed ones too."""
+    failed ones and, with dynamic_sampling, those without spread."""
     overlong_buffer: OverlongConfig = OverlongConfig()
     router_replay: bool = False
     """Mixtures of experts: the engine tells which experts each token went to, and the learner sends
@@ -156,6 +163,11 @@ class RolloutConfig(Section):
                 f"rollout.max_new_tokens ({self.max_new_tokens}), so that every episode would be "
                 "punished: lower it"
             )
+        if self.fail_fast:
+            unused = {"max_retries", "retry_pause", "max_consecutive_failures"}
+            self._refuse_ignored("rollout", unused, "rollout.fail_fast ends the run before")
+        if self.max_retries == 0 and self.retry_pause > 0:
+            self._refuse_ignored("rollout", {"retry_pause"}, "rollout.max_retries is 0")
         return self
 
 
@@ -348,9 +360,6 @@ class Config(Section):
 
     def _check_staleness(self) -> None:
         if self.train.max_staleness == 0:
-            if not self.rollout.dynamic_sampling:
-                why = "rollout.dynamic_sampling is false and train.max_staleness is 0"
-                self.rollout._refuse_ignored("rollout", {"max_refills"}, why)
             return
         if self.engine.kind == "transformers":
             raise ValueError(

@@ -50,21 +50,14 @@ def test_a_setting_without_effect_or_sense_is_refused(algo: dict[str, Any], word
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"max_refills": 3}, "since rollout.dynamic_sampling is false"),
+        ({"fail_fast": True, "max_retries": 3}, "since rollout.fail_fast ends the run before"),
+        ({"max_retries": 0, "retry_pause": 2.0}, "since rollout.max_retries is 0"),
         ({"overlong_buffer": {"penalty_factor": 0.5}}, "since rollout.overlong_buffer.len is 0"),
         ({"overlong_buffer": {"len": 300}}, "every episode would be punished: lower it"),
     ],
 )
 def test_a_rollout_setting_without_effect_is_refused(rollout: dict[str, Any], words: str) -> None:
     assert words in complaint(rollout=rollout)
-
-
-def test_refills_are_bounded_for_rollouts_ahead_of_training_too() -> None:
-    ahead = {"train": {"max_staleness": 1}, "algo": {"correction": {"kind": "tis"}}}
-    config = Config(
-        agent=Path("a.py"), engine={"kind": "vllm"}, rollout={"max_refills": 3}, **ahead
-    )
-    assert config.rollout.max_refills == 3
 
 
 @pytest.mark.parametrize(

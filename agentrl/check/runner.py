@@ -160,6 +160,7 @@ def _short_limits(rollout: RolloutConfig) -> RolloutConfig:
             "max_new_tokens": min(rollout.max_new_tokens, MAX_NEW_TOKENS),
             "max_concurrency": 1,
             "max_retries": 0,
+            "fail_fast": False,
             "min_group_size": 1,
         }
     )

@@ -3,8 +3,9 @@
 Each member of a group is one episode, each episode one asyncio task; there is no barrier between
 turns. Invariants: results are formed by group id and sorted by rollout_id, whatever the timing;
 a failed attempt is a typed outcome with its traceback, run again with a fresh instance and another
-seed under the same rollout_id, then dropped and counted; an error of the scheduler itself or of
-the run's settings ends the run at once. The one broad `except` of agentrl is `_episode`.
+seed under the same rollout_id, then dropped and counted (see `failures`); an error of the scheduler
+itself or of the run's settings ends the run at once. The one broad `except` of agentrl is
+`_episode`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,9 @@ from typing import TYPE_CHECKING
 
 from agentrl.config import RolloutConfig
 from agentrl.engines.base import Engine
-from agentrl.errors import (
-    AgentError,
-    AgentRLError,
-    AgentTimeoutError,
-    ContextOverflowError,
-    EngineError,
-    UsageError,
-)
+from agentrl.errors import AgentError, AgentRLError, UsageError
 from agentrl.executors.base import AgentExecutor
-from agentrl.executors.failure_text import shorten
+from agentrl.executors.failures import CircuitBreaker, FailurePolicy, stop_reason_of
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
 from agentrl.executors.llm import LLM
 from agentrl.executors.share import is_chosen
@@ -43,9 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["RolloutScheduler"]
 
 logger = logging.getLogger(__name__)
-
-BREAKER_LIMIT = 32
-"""So many members failing before any episode completed say that no episode ever will."""
 
 CANCEL_GRACE = 5.0
 """Seconds beyond `rollout.close_timeout` that a cancelled episode has to end."""
@@ -93,10 +84,8 @@ class RolloutScheduler:
         self._seed = seed
         self._logprobs_share = logprobs_share
         self._slots = asyncio.Semaphore(rollout.max_concurrency)
-        self._ever_completed = False
-        self._failures: list[Trajectory] = []
-        """Members that failed before anything completed."""
-        self._failed_attempts: Counter[StopReason] = Counter()
+        self._policy = FailurePolicy.of(rollout)
+        self._breaker = CircuitBreaker(self._policy)
 
     async def run(
         self,
@@ -118,8 +107,9 @@ class RolloutScheduler:
 
         Raises:
             UsageError: raised inside an episode: no retry can mend it.
-            AgentError: no episode completes because the agent fails.
-            EngineError: no episode completes because the engine fails.
+            AgentError: no episode completes because the agent fails, or, with
+                `rollout.fail_fast`, one did not.
+            EngineError: the same, because the engine fails.
         """
         batch = _Batch(list(requests), on_trajectory)
         stacks = [ExitStack() for _ in batch.waiting][: self._rollout.max_concurrency]
@@ -138,7 +128,7 @@ class RolloutScheduler:
                 f"only {len(batch.outcomes)} of {batch.size} episodes were delivered: a rollout "
                 "worker ended early; run again with --resume"
             )
-        self._check_progress(patience or batch.size)
+        self._breaker.batch_ended(patience or batch.size)
         return batch.result(self._rollout.min_group_size)
 
     async def _work(self, batch: _Batch, participation: ExitStack) -> None:
@@ -150,9 +140,8 @@ class RolloutScheduler:
                         if not batch.waiting:
                             break  # the others took the rest while this one waited
                         trajectory = await self._sample(batch.waiting.popleft(), batch)
-                    self._note_progress(trajectory)
                     batch.deliver(trajectory)
-                    self._check_progress(BREAKER_LIMIT)
+                    self._breaker.member_ended(trajectory)
         except asyncio.CancelledError:
             if batch.stopping:
                 raise
@@ -169,9 +158,11 @@ class RolloutScheduler:
             if not trajectory.stop_reason.failed:
                 return trajectory
             batch.num_failed[trajectory.stop_reason] += 1
-            self._failed_attempts[trajectory.stop_reason] += 1
-            if attempt == self._rollout.max_retries:
+            self._breaker.attempt_failed(trajectory)
+            pause = self._policy.pause(attempt)
+            if pause is None:
                 return trajectory
+            await asyncio.sleep(pause)
             attempt += 1
             batch.num_retried += 1
 
@@ -222,7 +213,7 @@ class RolloutScheduler:
         except UsageError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-            return _failure(_stop_reason_of(error), traceback.format_exc())
+            return _failure(stop_reason_of(error), traceback.format_exc())
 
     async def _time_out(self, episode: asyncio.Task[Trajectory]) -> Trajectory:
         await self._cancel(episode)
@@ -245,27 +236,6 @@ class RolloutScheduler:
                 episode.get_name(),
                 grace,
             )
-
-    def _note_progress(self, trajectory: Trajectory) -> None:
-        self._ever_completed |= not trajectory.stop_reason.failed
-        if self._ever_completed:
-            self._failures.clear()
-        else:
-            self._failures.append(trajectory)
-
-    def _check_progress(self, limit: int) -> None:
-        """Raise where nothing has ever completed although `limit` members failed."""
-        failures = self._failures
-        if self._ever_completed or not failures or len(failures) < limit:
-            return
-        kinds = ", ".join(f"{kind}: {n}" for kind, n in sorted(self._failed_attempts.items()))
-        engine_only = set(self._failed_attempts) == {StopReason.ENGINE_ERROR}
-        raise (EngineError if engine_only else AgentError)(
-            f"every one of the first {len(failures)} episodes failed (attempts by kind: {kinds}); "
-            f"correct the {'engine' if engine_only else 'agent (try `agentrl check`)'}. "
-            f"The first failure, of episode {failures[0].rollout_id}:\n"
-            f"{shorten(failures[0].error or '')}"
-        )
 
 
 class _Batch:
@@ -337,22 +307,6 @@ async def _join(workers: list[asyncio.Task[None]], batch: _Batch) -> None:
     for worker in done:
         if not worker.cancelled():
             worker.result()
-
-
-def _stop_reason_of(error: BaseException) -> StopReason:
-    """How an episode failed, by what it raised or what that was raised from."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ContextOverflowError):
-            return StopReason.ENV_ERROR  # the loop that made the call should have counted first
-        if isinstance(cause, EngineError):
-            return StopReason.ENGINE_ERROR
-        if isinstance(cause, AgentTimeoutError | TimeoutError):
-            return StopReason.TIMEOUT
-        if isinstance(cause, asyncio.CancelledError):
-            return StopReason.CANCELLED
-        cause = cause.__cause__
-    return StopReason.ENV_ERROR
 
 
 def _failure(stop_reason: StopReason, error: str) -> Trajectory:

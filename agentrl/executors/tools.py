@@ -42,7 +42,8 @@ class ToolAgent(AgentInstance):
     """Subclass it, name the `tools`, and write `score`.
 
     The episode ends when the model answers without a call; its reward is the score of that answer.
-    Turns that call tools have reward 0, so that an episode that never answers is worth 0.
+    Turns that call tools have reward 0, so that an episode that never answers is worth 0. The
+    metric `tool_errors` counts the calls of the episode that were answered with an error.
 
     Attributes:
         tools: plain functions; `__init__` may set bound methods where tools share state.
@@ -71,6 +72,7 @@ class ToolAgent(AgentInstance):
         self._example = example
         self._tools = {tool.__name__: tool for tool in self.tools}
         self._schemas = {name: tool_schema(tool) for name, tool in self._tools.items()}
+        self._num_errors = 0
         prompt = self.prompt(example)
         messages: list[Message] = []
         if self.system_prompt is not None:
@@ -82,7 +84,9 @@ class ToolAgent(AgentInstance):
         """Answer the calls, or score the final answer."""
         if not action.tool_calls:
             answer = split_thinking(action.text)[1].strip()
-            return StepResult(reward=self.score(self._example, answer), done=True)
+            return StepResult(
+                reward=self.score(self._example, answer), done=True, metrics=self._metrics()
+            )
         results: list[Message] = [
             {
                 "role": "tool",
@@ -92,22 +96,29 @@ class ToolAgent(AgentInstance):
             }
             for call in action.tool_calls
         ]
-        return StepResult(observation=results, reward=0.0)
+        return StepResult(observation=results, reward=0.0, metrics=self._metrics())
+
+    def _metrics(self) -> dict[str, float]:
+        return {"tool_errors": float(self._num_errors)}
 
     def _answer(self, call: ToolCall) -> str:
-        if call.error is not None:
-            return f"Error: {call.error}"
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
-        mistake = _mistake(tool, self._schemas[call.name], call.arguments)
-        if mistake is not None:
-            return f"Error: {mistake}"
         try:
-            result = tool(**call.arguments)
+            result = self._call(call)
         except ToolError as error:
+            self._num_errors += 1
             return f"Error: {error}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
+
+    def _call(self, call: ToolCall) -> Any:
+        if call.error is not None:
+            raise ToolError(call.error)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+        mistake = _mistake(tool, self._schemas[call.name], call.arguments)
+        if mistake is not None:
+            raise ToolError(mistake)
+        return tool(**call.arguments)
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:

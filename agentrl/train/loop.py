@@ -43,10 +43,9 @@ from agentrl.train.loop_state import LoopState
 from agentrl.train.metrics import REWARD, MetricWriter, open_metrics
 from agentrl.train.mismatch import sample_mismatch, samples_to_compare
 from agentrl.train.progress import Progress
-from agentrl.train.refill import refill_warnings, sample_until_spread
+from agentrl.train.refill import count_filling, refill_warnings, sample_until_full
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
-from agentrl.train.selection import select_episodes
 from agentrl.train.stats import (
     engine_metrics,
     episode_metrics,
@@ -247,12 +246,8 @@ class TrainingRun:
                 self._progress.rollouts_wanted(settings.batch_size * settings.n_samples_per_prompt)
                 steps_left = self._config.train.max_steps - self._state.step
                 rollout = await self._ahead.next_batch(self._state.step, steps_left)
-            elif settings.dynamic_sampling:
-                rollout = await sample_until_spread(
-                    self._sample_groups, settings, self._config.algo
-                )
             else:
-                rollout = await self._sample_groups(settings.batch_size)
+                rollout = await sample_until_full(self._sample_groups, settings, self._config.algo)
         self._note_warnings(rollout)
         compares = self._config.algo.advantage.compares_groups
         if compares and (warning := spread_warning(rollout.groups)) is not None:
@@ -283,9 +278,7 @@ class TrainingRun:
 
     def _fills_batch(self, group: RolloutResult) -> bool:
         """Whether a group counts as one of the `batch_size` of its batch."""
-        if not self._config.rollout.dynamic_sampling:
-            return bool(group.groups)
-        return bool(select_episodes(group.trajectories, self._config.algo).trained_groups)
+        return bool(count_filling(group, self._config.rollout, self._config.algo))
 
     async def _push_weights(self) -> None:
         """Give the engine the learner's weights, as the version that the step number is."""

@@ -1,9 +1,11 @@
-"""Dynamic sampling: groups that teach nothing are made up for by further ones (arXiv:2503.14476).
+"""Batches whose groups do not all count are made up for by further ones.
 
-A group teaches when it is trained on: the task's scores of its members differ, and not all of it is
-masked. All rounds of a step sample from the same weights and draw what is missing, no more, from
-the same cursor, so that no sampled group is thrown away and what a step samples does not depend on
-timing. Groups without spread stay in the batch: they are logged, and selection leaves them out.
+A group that too few members of were scored was dropped by the scheduler. Under dynamic sampling
+(arXiv:2503.14476) a group counts when it teaches: the task's scores of its members differ, and not
+all of it is masked. All rounds of a step sample from the same weights and draw what is missing, no
+more, from the same cursor, so that no sampled group is thrown away and what a step samples does not
+depend on timing. Groups without spread stay in the batch: they are logged, and selection leaves
+them out.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from agentrl.executors.groups import RolloutResult, batch_warnings
 from agentrl.train.selection import select_episodes
 from agentrl.types import StopReason
 
-__all__ = ["merge_rollouts", "refill_warnings", "sample_until_spread"]
+__all__ = ["count_filling", "merge_rollouts", "refill_warnings", "sample_until_full"]
 
 
-async def sample_until_spread(
+async def sample_until_full(
     sample: Callable[[int], Awaitable[RolloutResult]], rollout: RolloutConfig, algo: AlgoConfig
 ) -> RolloutResult:
-    """Sample until `batch_size` groups can be trained on, in at most 1 + `max_refills` rounds.
+    """Sample until `batch_size` groups count, in at most 1 + `max_refills` rounds.
+
+    Without dynamic sampling a round in which not a single group counts is the last one: more of the
+    same would hardly be better.
 
     Args:
         sample: samples so many new groups.
@@ -36,20 +41,36 @@ async def sample_until_spread(
     missing = rollout.batch_size
     while missing > 0 and len(rounds) <= rollout.max_refills:
         rounds.append(await sample(missing))
-        missing -= len(select_episodes(rounds[-1].trajectories, algo).trained_groups)
+        filling = count_filling(rounds[-1], rollout, algo)
+        if filling == 0 and not rollout.dynamic_sampling:
+            break
+        missing -= filling
     return merge_rollouts(rounds, refill_warnings(missing, rollout))
+
+
+def count_filling(result: RolloutResult, rollout: RolloutConfig, algo: AlgoConfig) -> int:
+    """How many groups of `result` count towards the size of their batch."""
+    if not rollout.dynamic_sampling:
+        return len(result.groups)
+    return len(select_episodes(result.trajectories, algo).trained_groups)
 
 
 def refill_warnings(missing: int, rollout: RolloutConfig) -> dict[str, str]:
     """What to say of a batch whose refills ended with `missing` groups too few."""
-    if missing <= 0 or not rollout.dynamic_sampling:
+    if missing <= 0:
         return {}
-    return {
-        "refills": f"after {rollout.max_refills} refills only {rollout.batch_size - missing} of "
-        f"{rollout.batch_size} groups have a spread of scores: raise rollout.max_refills or "
-        "rollout.n_samples_per_prompt, or choose examples that are neither always nor never "
-        "solved"
-    }
+    full = f"{rollout.batch_size - missing} of {rollout.batch_size} groups"
+    if rollout.dynamic_sampling:
+        why = (
+            "have a spread of scores: raise rollout.max_refills or rollout.n_samples_per_prompt, "
+            "or choose examples that are neither always nor never solved"
+        )
+    else:
+        why = (
+            f"have {rollout.min_group_size} scored episodes (rollout.min_group_size): see why the "
+            "others fail, or raise rollout.max_refills"
+        )
+    return {"refills": f"after at most {rollout.max_refills} refills only {full} {why}"}
 
 
 def merge_rollouts(

@@ -13,6 +13,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.errors import (
     AgentError,
     AgentRLError,
+    AgentTimeoutError,
     ContextOverflowError,
     EngineError,
     UsageError,
@@ -59,6 +60,7 @@ def requests(groups: int, members: int) -> list[GroupRequest]:
 
 
 def make(executor: AgentExecutor, engine: ScriptedEngine | None = None, **rollout):
+    rollout = {"retry_pause": 0.0} | rollout
     return RolloutScheduler(
         executor,
         engine or ScriptedEngine([[7]]),
@@ -176,7 +178,7 @@ async def test_an_engine_outage_is_never_a_reward_and_failed_attempts_do_not_cou
         (EngineError("x"), StopReason.ENGINE_ERROR),
         (ContextOverflowError("the loop did not count"), StopReason.ENV_ERROR),
         (TimeoutError("x"), StopReason.TIMEOUT),
-        (scheduler_module.AgentTimeoutError("x"), StopReason.TIMEOUT),
+        (AgentTimeoutError("x"), StopReason.TIMEOUT),
         (asyncio.CancelledError("x"), StopReason.CANCELLED),
     ],
 )

@@ -80,6 +80,12 @@ async def test_a_wrong_call_gets_an_error_to_read_and_the_episode_goes_on(
     assert f"Error: {told}" in await answers(said)
 
 
+async def test_the_models_mistakes_are_counted_apart_from_what_breaks() -> None:
+    engine = speaking(call("{}"), call('{"a": 1}'), call('{"a": 13}'), "3", chat=QWEN)
+    trajectory = await play(Adder, engine, {"prompt": "?", "answer": "3"}, chat=QWEN)
+    assert trajectory.metrics == {"tool_errors": 2.0}
+
+
 async def test_a_tool_that_breaks_ends_the_episode_as_its_error() -> None:
     with pytest.raises(ConnectionError, match="is down"):
         await answers(call('{"a": 14}'))

@@ -12,7 +12,7 @@ from whole_runs import assert_same_run, command, metrics_of, run, start, wait_fo
 
 from agentrl.config import AlgoConfig, RolloutConfig
 from agentrl.executors.groups import RolloutGroup, RolloutResult
-from agentrl.train.refill import merge_rollouts, sample_until_spread
+from agentrl.train.refill import merge_rollouts, sample_until_full
 from agentrl.train.selection import select_episodes
 from agentrl.types import StopReason, Trajectory
 
@@ -40,7 +40,7 @@ class Sampling:
 
 def refill(sampling: Sampling, *, batch_size: int, max_refills: int = 8) -> RolloutResult:
     rollout = RolloutConfig(batch_size=batch_size, dynamic_sampling=True, max_refills=max_refills)
-    return asyncio.run(sample_until_spread(sampling, rollout, AlgoConfig()))
+    return asyncio.run(sample_until_full(sampling, rollout, AlgoConfig()))
 
 
 def test_what_is_missing_is_drawn_and_no_more():
@@ -77,6 +77,17 @@ def test_the_limit_ends_the_refilling_with_a_warning_that_says_what_to_do():
     assert sampling.asked == [1, 1, 1]
     assert "only 0 of 1 groups" in result.warnings["refills"]
     assert "rollout.max_refills" in result.warnings["refills"]
+
+
+def test_a_group_that_was_dropped_is_replaced_until_nothing_succeeds():
+    lost = trajectory(None, group="b", stop=StopReason.ENV_ERROR)
+    rounds = (round_of({"a": (1, 1)}, (lost,)), round_of({}, (lost,)), round_of({"c": (0,)}))
+    sampling = Sampling(*rounds)
+    rollout = RolloutConfig(batch_size=3)
+    result = asyncio.run(sample_until_full(sampling, rollout, AlgoConfig()))
+    assert sampling.asked == [3, 2]  # the second round gave nothing: no third
+    assert [group.group_id for group in result.groups] == ["a"]
+    assert "only 1 of 3 groups have 1 scored episodes" in result.warnings["refills"]
 
 
 def test_rounds_add_up():
