@@ -224,6 +224,8 @@ class TrainConfig(Section):
     """The newest ones are kept."""
     eval_steps: NonNegativeInt = 0
     """An evaluation every so many steps; 0: never."""
+    eval_on_start: bool = False
+    """One more before the first step, logged as step 0."""
     eval_samples_per_prompt: PositiveInt = 1
     """Episodes of each evaluation example."""
 

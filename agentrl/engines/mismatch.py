@@ -16,8 +16,9 @@ def mismatch_metrics(
     learner_logprobs_T: NDArray[np.float32],
     mask_T: NDArray[np.bool_],
 ) -> dict[str, float]:
-    """Mean and maximum of |log-ratio|, and the k3 estimate of KL(sampler || learner).
+    """Mean and maximum of |log-ratio|, mean ratio, and the k3 estimate of KL(sampler || learner).
 
+    The expectation of the ratio is 1, however far apart both are.
     k3 is exp(d) - 1 - d with d the log-ratio (http://joschu.net/blog/kl-approx.html): unbiased for
     tokens that the sampler drew, and never negative. Empty where the mask is.
 
@@ -34,5 +35,6 @@ def mismatch_metrics(
     return {
         "mismatch/log_ratio_mean": float(np.abs(log_ratio).mean()),
         "mismatch/log_ratio_max": float(np.abs(log_ratio).max()),
+        "mismatch/ratio_mean": float(np.exp(log_ratio).mean()),
         "mismatch/kl": float((np.exp(log_ratio) - 1.0 - log_ratio).mean()),
     }

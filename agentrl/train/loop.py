@@ -80,9 +80,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
         return config.log.run_dir or Path()
     agent = load_agent(config.agent)
     examples = load_examples(config.data, agent)
-    evaluation = (
-        load_examples(config.data, agent, evaluation=True) if config.train.eval_steps else None
-    )
+    evaluates = config.train.eval_steps or config.train.eval_on_start
+    evaluation = load_examples(config.data, agent, evaluation=True) if evaluates else None
     check_python(config.engine)
     check_transport(config.engine)
     # Built before the directory is: an agent that cannot start leaves none behind.
@@ -176,6 +175,8 @@ class TrainingRun:
         async with self._sampler:
             await self._push_weights()
             self._sampler.engine.stats()  # what came before the first step is no step's
+            if self._config.train.eval_on_start and self._state.step == 0:
+                self._finish_step(await self._evaluate())
             try:
                 while self._state.step < self._config.train.max_steps:
                     await self._whole_step()
@@ -306,7 +307,7 @@ class TrainingRun:
 
     async def _evaluate(self) -> dict[str, float]:
         """Sample every example of the evaluation set."""
-        assert self._evaluation is not None, "loaded when train.eval_steps is set"
+        assert self._evaluation is not None, "loaded when an evaluation is asked for"
         step = self._state.step
         requests = all_groups(
             self._evaluation,

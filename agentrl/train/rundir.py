@@ -125,14 +125,16 @@ class RunDir:
 
     def _failed_at_start(self) -> bool:
         """True where a run began of which nothing is finished."""
-        finished = read_metrics(self.metrics_file) or self.model.exists()
+        steps = any(row["step"] for row in read_metrics(self.metrics_file))
+        finished = steps or self.model.exists()
         saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         return self.config_file.is_file() and not finished and not saved
 
     def _cut(self, step: int) -> None:
-        """Remove what was logged after `step`."""
-        cut_metrics(self.metrics_file, step)
-        cut_trajectories(self.trajectories, step)
+        """Remove what was logged after `step`; before the first one, its evaluation too."""
+        last_step = step or -1
+        cut_metrics(self.metrics_file, last_step)
+        cut_trajectories(self.trajectories, last_step)
 
     @property
     def config_file(self) -> Path:

@@ -58,6 +58,24 @@ def test_a_run_leaves_what_it_promises(uninterrupted: Path) -> None:
                 assert set(sequence.weight_versions[sequence.response_mask]) == {step - 1}
 
 
+def test_an_evaluation_before_the_first_step_is_step_0(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ("--train.eval_on_start", "true", "--data.max_samples", "16")
+    status, _, err = run(command(run_dir, *flags, "--train.max_steps", "1"))
+    assert status == 0, err
+    before, first = metrics_of(run_dir)
+    assert before["step"] == 0
+    evaluated = read_trajectories(run_dir / "trajectories" / "eval-000000.parquet")
+    assert before["eval/reward_mean"] == pytest.approx(
+        sum(trajectory.reward or 0.0 for trajectory in evaluated) / len(evaluated)
+    )
+    for trajectory in evaluated:
+        for sequence in trajectory.sequences:
+            assert set(sequence.weight_versions[sequence.response_mask]) == {0}
+    assert first["step"] == 1
+    assert "eval/reward_mean" not in first
+
+
 def test_the_final_model_is_a_hugging_face_folder_with_trained_weights(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

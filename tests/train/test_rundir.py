@@ -136,6 +136,17 @@ def test_a_run_that_failed_before_its_first_step_is_taken_over(tmp_path: Path) -
         assert list(run.trajectories.iterdir()) == []
 
 
+def test_an_evaluation_before_the_first_step_is_made_again_with_it(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "r")
+    for begin in (RunDir.create, RunDir.create, lambda config: RunDir.resume(config, 0)):
+        with begin(config) as run:
+            assert read_metrics(run.metrics_file) == []
+            assert not list(run.trajectories.glob("*"))
+            run.metrics_file.write_text('{"step": 0, "eval/reward_mean": 0.5}\n')
+            run.trajectories.mkdir(exist_ok=True)
+            write_trajectories(run.trajectories, 0, [], evaluation=True)
+
+
 @pytest.mark.parametrize("finished", ["metrics.jsonl", "checkpoints/step-00000001", "model"])
 def test_a_run_of_which_something_is_finished_is_not_taken_over(
     tmp_path: Path, finished: str
