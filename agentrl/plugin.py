@@ -99,6 +99,15 @@ class Agent:
             with blame_user_code(self.path, f"building {self.name}"):
                 executor = self.agent_class()
                 executor.configure(rollout, data)
+        if rollout.env_backend == "process":
+            from agentrl.executors.process.host import ProcessHost
+
+            if not isinstance(executor, MultiTurnExecutor):
+                raise UsageError(
+                    f"rollout.env_backend process is for environments, and {self.name} in "
+                    f"{self.path} is the whole loop of an episode: set it to thread"
+                )
+            executor.host = ProcessHost(self.path, rollout, data)
         if probe and isinstance(executor, MultiTurnExecutor):
             instance_class = executor.instance_class
             with (
@@ -106,7 +115,7 @@ class Agent:
                 # A thread of its own, because the caller may be on an event loop already.
                 ThreadPoolExecutor(1) as thread,
             ):
-                thread.submit(event_loop.run, _build_and_close(executor, rollout)).result()
+                thread.submit(event_loop.run, _build_and_close(executor)).result()
         return executor
 
     def _instance_class(self, data: DataConfig) -> type[AgentInstance]:
@@ -120,16 +129,13 @@ class Agent:
         return type(self.name, (self.agent_class,), names)
 
 
-async def _build_and_close(executor: MultiTurnExecutor, rollout: RolloutConfig) -> None:
-    from agentrl.executors.instance import InstanceRunner
-
-    runner = InstanceRunner(
-        executor.instance_class, rollout, name="probe", close_faults=executor.close_faults
-    )
+async def _build_and_close(executor: MultiTurnExecutor) -> None:
+    runner = executor.runner("probe")
     try:
         await runner.build()
     finally:
         await runner.close()
+        await executor.close()
 
 
 def load_agent(path: Path) -> Agent:

@@ -161,6 +161,7 @@ def _short_limits(rollout: RolloutConfig) -> RolloutConfig:
             "max_concurrency": 1,
             "max_retries": 0,
             "fail_fast": False,
+            "env_backend": "thread",  # where what it does can be watched
             "min_group_size": 1,
         }
     )

@@ -71,3 +71,6 @@ class AgentExecutor(ABC):
         `llm.generate` takes and gives tokens, `llm.chat` messages; `llm.trajectory(...)` makes
         the result from a conversation with its ids filled in.
         """
+
+    async def close(self) -> None:
+        """Free what is shared by the episodes. Called after the last of them."""

@@ -13,15 +13,14 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 from agentrl.config import RolloutConfig
-from agentrl.errors import AgentTimeoutError
 from agentrl.executors.base import AgentInstance
 from agentrl.executors.close_faults import CloseFaults
+from agentrl.executors.timed_calls import TimedCalls
 from agentrl.types import Action
 
 __all__ = ["InstanceRunner"]
@@ -37,9 +36,6 @@ class InstanceRunner:
         rollout: the time limits.
         name: of the episode, for messages.
         close_faults: of the run, told what `close` does wrong.
-
-    Attributes:
-        seconds: spent in the instance so far.
     """
 
     def __init__(
@@ -51,16 +47,20 @@ class InstanceRunner:
         close_faults: CloseFaults | None = None,
     ) -> None:
         self._class = instance_class
-        self._rollout = rollout
-        self._name = name
+        self._calls = TimedCalls(
+            instance_class.__name__, rollout, name, close_faults or CloseFaults()
+        )
         self._blocking = frozenset(
             method for method in _METHODS if _is_blocking(instance_class, method)
         )
         self._thread = _InstanceThread(name) if self._blocking else None
         self._instance: AgentInstance | None = None
         self._hung = False
-        self._close_faults = close_faults or CloseFaults()
-        self.seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Spent in the instance so far."""
+        return self._calls.seconds
 
     async def build(self) -> None:
         """Build the instance.
@@ -106,7 +106,7 @@ class InstanceRunner:
                 if self._thread is not None:
                     self._thread.call(self._close_if_built)
             elif _is_defined(self._class, "close"):
-                await self._finish(asyncio.ensure_future(self._invoke("close")))
+                await self._calls.finish(asyncio.ensure_future(self._invoke("close")))
         finally:
             if self._thread is not None:
                 self._thread.stop()
@@ -128,23 +128,10 @@ class InstanceRunner:
         self, function: Callable[..., Any], *args: Any, method: str, blocking: bool
     ) -> Any:
         """Call `function` within the limit of `method`, in the thread if it blocks."""
-        setting = "step_timeout" if method == "step" else "reset_timeout"
-        seconds: float = getattr(self._rollout, setting)
-        begun = time.perf_counter()
-        limit = asyncio.timeout(seconds)
         try:
-            async with limit:
-                return await self._run(function, *args, blocking=blocking)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            self._hung = blocking
-            raise AgentTimeoutError(
-                f"{self._class.__name__}.{method} did not return within {seconds:g} s: make it "
-                f"faster, or raise rollout.{setting}"
-            ) from error
+            return await self._calls.limit(self._run(function, *args, blocking=blocking), method)
         finally:
-            self.seconds += time.perf_counter() - begun
+            self._hung |= blocking and self._calls.hung
 
     async def _invoke(self, method: str) -> None:
         await self._run(getattr(self._instance, method), blocking=method in self._blocking)
@@ -155,25 +142,6 @@ class InstanceRunner:
         else:
             value = function(*args)
         return await value if inspect.isawaitable(value) else value
-
-    async def _finish(self, closing: asyncio.Future[None]) -> None:
-        """Wait for `close` through cancellations, and report what became of it."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._rollout.close_timeout
-        interrupted: asyncio.CancelledError | None = None
-        while not closing.done() and loop.time() < deadline:
-            try:
-                await asyncio.wait({closing}, timeout=deadline - loop.time())
-            except asyncio.CancelledError as error:
-                interrupted = error
-        where = f"{self._class.__name__}.close of episode {self._name!r}"
-        if not closing.done():
-            closing.cancel()
-            self._close_faults.hung(where, self._rollout.close_timeout)
-        elif not closing.cancelled() and (failure := closing.exception()) is not None:
-            self._close_faults.raised(where, failure)
-        if interrupted is not None:
-            raise interrupted
 
 
 class _InstanceThread:

@@ -18,6 +18,8 @@ from agentrl.executors.close_faults import CloseFaults
 from agentrl.executors.instance import InstanceRunner
 from agentrl.executors.llm import LLM
 from agentrl.executors.normalize import as_observation, as_step_result
+from agentrl.executors.process.host import ProcessHost
+from agentrl.executors.process.runner import ProcessRunner
 from agentrl.types import Action, Example, Observation, StepResult, StopReason, Trajectory
 
 __all__ = ["Episode", "MultiTurnExecutor"]
@@ -29,7 +31,7 @@ class Episode:
 
     example: Example
     llm: LLM
-    instance: InstanceRunner
+    instance: InstanceRunner | ProcessRunner
     reward: float | None = None
     score: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -51,12 +53,16 @@ class MultiTurnExecutor(AgentExecutor):
     Args:
         instance_class: the user's environment.
         rollout: time limits. Turns and tokens are limited by the `LLM`.
+
+    Attributes:
+        host: forks a process for each instance; None: they live in this one.
     """
 
     def __init__(self, instance_class: type[AgentInstance], rollout: RolloutConfig) -> None:
         self.instance_class = instance_class
         self.rollout = rollout
         self.close_faults = CloseFaults()
+        self.host: ProcessHost | None = None
 
     def configure(self, rollout: RolloutConfig, data: DataConfig) -> None:
         """Take the run's limits."""
@@ -71,12 +77,7 @@ class MultiTurnExecutor(AgentExecutor):
             UsageError: the first prompt leaves no room for an answer.
             EngineError: the engine failed.
         """
-        runner = InstanceRunner(
-            self.instance_class,
-            self.rollout,
-            name=llm.rollout_id,
-            close_faults=self.close_faults,
-        )
+        runner = self.runner(llm.rollout_id)
         episode = Episode(example, llm, runner)
         try:
             await runner.build()
@@ -92,6 +93,20 @@ class MultiTurnExecutor(AgentExecutor):
             metrics=episode.metrics,
             env_seconds=runner.seconds,
         )
+
+    def runner(self, name: str) -> InstanceRunner | ProcessRunner:
+        """What calls the instance of the episode `name`, which is not built yet."""
+        faults = self.close_faults
+        if self.host is None:
+            return InstanceRunner(self.instance_class, self.rollout, name=name, close_faults=faults)
+        return ProcessRunner(
+            self.host, self.instance_class.__name__, self.rollout, name=name, close_faults=faults
+        )
+
+    async def close(self) -> None:
+        """End the processes of environments, if there are any."""
+        if self.host is not None:
+            await self.host.close()
 
     async def reset(self, episode: Episode) -> Observation:
         """The first observation."""

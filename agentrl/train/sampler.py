@@ -24,7 +24,7 @@ __all__ = ["Sampler", "build_engine", "sampling_params"]
 
 
 class Sampler:
-    """Samples groups of episodes of one executor on one engine, which it starts and closes.
+    """Samples groups of episodes of one executor on one engine; it closes both.
 
     Use it as an asynchronous context.
     """
@@ -38,6 +38,7 @@ class Sampler:
         generation: GenerationConfig | None,
     ) -> None:
         self.engine = engine
+        self._executor = executor
         chat = ChatFormat(
             tokenizer,
             history=config.rollout.history,
@@ -69,7 +70,10 @@ class Sampler:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.engine.close()
+        try:
+            await self._executor.close()
+        finally:
+            await self.engine.close()
 
 
 def build_engine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_runs import run
+from whole_runs import metrics_of, run
 
 HEAD = """
 import asyncio
@@ -80,6 +80,23 @@ def test_a_run_that_fails_says_where_in_the_users_file_and_may_begin_again(tmp_p
     status, err = train(agent, run_dir)
     assert status == 0, err
     assert (run_dir / "summary.json").is_file()
+
+
+def test_an_environment_that_crashes_its_process_costs_its_episode_alone(tmp_path: Path) -> None:
+    agent, run_dir = tmp_path / "agent.py", tmp_path / "run"
+    crash = f"    def close(self):\n        open({str(tmp_path / 'closed')!r}, 'a').write('x')\n"
+    crash += "    def step(self, action):\n        import ctypes, os\n"
+    crash += f"        flag = {str(tmp_path / 'crashed')!r}\n"
+    crash += "        if not os.path.exists(flag):\n"
+    crash += "            open(flag, 'w').close()\n            ctypes.string_at(0)\n"
+    crash += "        return rl.StepResult(reward=1.0, done=True)\n"
+    agent.write_text(HEAD + crash)
+    flags = ("--rollout.env_backend", "process", "--rollout.max_concurrency", "1")
+    status, err = train(agent, run_dir, *flags)
+    assert status == 0, err
+    (line,) = metrics_of(run_dir)
+    assert (line["rollout/failed_env_error"], line["rollout/completed"]) == (1, 1)
+    assert (tmp_path / "closed").read_text() == "x" * 2  # the episode's, and the probe's
 
 
 def test_a_run_whose_weights_diverged_at_its_end_fails_and_saves_no_model(tmp_path: Path) -> None:

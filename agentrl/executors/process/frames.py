@@ -1,0 +1,118 @@
+"""What travels between agentrl and the process of an environment: pickled values, length first.
+
+A call is `(method, arguments)`. The answer is an `Outcome`. Both sides run the same code for the
+same user, so that pickle gives away nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import AgentError
+
+__all__ = [
+    "MESSAGE_BYTES",
+    "Outcome",
+    "RemoteTraceback",
+    "receive",
+    "receive_from",
+    "send",
+    "to_bytes",
+]
+
+MESSAGE_BYTES = 1 << 16
+"""No message of the control socket is longer."""
+
+_LENGTH = struct.Struct("!Q")
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that came out of another process: its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a call: a value, or an exception with its traceback as text."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Outcome:
+        """Keep an exception, or say what it was where it cannot travel."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception as reason:  # noqa: BLE001 - a class of the user's may raise anything
+            error = AgentError(
+                f"{type(error).__name__}: {error} (raised in the environment's process, and cannot "
+                f"be pickled: {reason})"
+            )
+        return cls(error=error, traceback=text)
+
+    def result(self) -> Any:
+        """The value; raises the exception, with the traceback there as its cause."""
+        if self.error is not None:
+            raise self.error from RemoteTraceback(self.traceback)
+        return self.value
+
+
+def to_bytes(value: object) -> bytes:
+    """One frame.
+
+    Raises:
+        AgentError: the value cannot be pickled.
+    """
+    try:
+        body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # an object of the user's may raise anything
+        raise AgentError(
+            f"{value!r:.200} cannot travel between processes ({error}): return plain values, or "
+            "set rollout.env_backend thread"
+        ) from error
+    return _LENGTH.pack(len(body)) + body
+
+
+def send(connection: socket.socket, value: object) -> None:
+    """Send one frame; raises as `to_bytes` does, and OSError where nobody reads any more."""
+    connection.sendall(to_bytes(value))
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next frame; None at the end of the stream."""
+    head = _read(connection, _LENGTH.size)
+    if head is None:
+        return None
+    body = _read(connection, _LENGTH.unpack(head)[0])
+    return None if body is None else pickle.loads(body)
+
+
+async def receive_from(reader: asyncio.StreamReader) -> Any:
+    """The next frame of a stream.
+
+    Raises:
+        EOFError: the stream ended (`asyncio.IncompleteReadError`).
+        OSError: it broke.
+    """
+    head = await reader.readexactly(_LENGTH.size)
+    return pickle.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,284 @@
+"""The processes of environments, as agentrl sees them: forked, watched and ended on demand.
+
+The nursery that forks them is started when the first one is wanted, and again when it died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import DataConfig, RolloutConfig
+from agentrl.errors import AgentError
+from agentrl.executors.process.frames import MESSAGE_BYTES, Outcome, receive_from, to_bytes
+
+__all__ = ["EnvProcess", "ProcessHost"]
+
+START_SECONDS = 60.0
+"""The agent's file must be loaded within this."""
+
+END_SECONDS = 5.0
+"""How long the end of a process may take to be known, once its connection has ended."""
+
+
+class EnvProcess:
+    """One process, with its connection.
+
+    Attributes:
+        number: by which the nursery knows it.
+        pid: its id.
+        ended: its exit status, as `os.waitpid` gives it, once it has one.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        pid: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        ended: asyncio.Future[int],
+    ) -> None:
+        self.number, self.pid, self.ended = number, pid, ended
+        self._writer = writer
+        self._answers: deque[asyncio.Future[Outcome]] = deque()
+        # A task of its own: a call that is given up in the middle of its answer must not leave the
+        # rest of it to the next one.
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the instance, after the calls before it.
+
+        Raises:
+            AgentError: the process ended before it answered, or something cannot travel.
+            Exception: whatever the method raised.
+        """
+        frame = to_bytes((method, arguments))
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        try:
+            if self._listening.done():
+                raise EOFError
+            self._writer.write(frame)
+            await self._writer.drain()
+            outcome = await answer
+        except (EOFError, OSError) as error:
+            raise AgentError(
+                f"the environment's process {await self._how_it_ended()} during {method}"
+            ) from error
+        return outcome.result()
+
+    def hang_up(self) -> None:
+        """Close the connection, so that the process ends when its calls have returned."""
+        self._writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                outcome = await receive_from(reader)
+                if not (answer := self._answers.popleft()).done():
+                    answer.set_result(outcome)
+        except (EOFError, OSError) as error:
+            for answer in self._answers:
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def _how_it_ended(self) -> str:
+        done, _ = await asyncio.wait({self.ended}, timeout=END_SECONDS)
+        if not done:
+            return "closed its connection"
+        code = os.waitstatus_to_exitcode(self.ended.result())
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with status {code}"
+
+
+class ProcessHost:
+    """Forks and ends the processes of one agent's environments.
+
+    Args:
+        agent: the agent's file.
+        rollout, data: settings that the executor takes.
+    """
+
+    def __init__(self, agent: Path, rollout: RolloutConfig, data: DataConfig) -> None:
+        self._recipe = {
+            "agent": str(agent),
+            "rollout": rollout.model_dump_json(),
+            "data": data.model_dump_json(),
+        }
+        self._numbers = itertools.count()
+        self._nursery: _NurseryLink | None = None
+        self._starting = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def fork(self) -> EnvProcess:
+        """A new process, in which no instance is built yet.
+
+        Raises:
+            AgentError: the agent's file cannot be loaded there, or the nursery died.
+        """
+        async with self._starting:
+            if self._nursery is None or self._nursery.closed:
+                self._nursery = await _NurseryLink.start(self._recipe)
+        return await self._nursery.fork(next(self._numbers))
+
+    def retire(self, process: EnvProcess, seconds: float) -> None:
+        """End a process whose call did not return: `close` follows it if it returns within
+        `seconds`, else the process is killed. Returns at once."""
+        task = asyncio.create_task(self._retire(process, seconds))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def kill(self, process: EnvProcess) -> None:
+        """End a process and what it started, now."""
+        process.hang_up()
+        if self._nursery is not None:
+            self._nursery.kill(process.number)
+
+    async def close(self) -> None:
+        """End all processes; nothing of them is left when this returns."""
+        if self._retiring:
+            await asyncio.wait(self._retiring)
+        if self._nursery is not None:
+            await self._nursery.close()
+            self._nursery = None
+
+    async def _retire(self, process: EnvProcess, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await process.call("close")
+        except Exception:  # noqa: BLE001 - the episode has failed already, for another reason
+            pass
+        finally:
+            self.kill(process)
+
+
+class _NurseryLink:
+    """The nursery's process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process, self._control = process, control
+        self._loop = asyncio.get_running_loop()
+        self._forked: dict[int, asyncio.Future[int]] = {}
+        """Processes that are being forked: their ids to come."""
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        """Living processes: their exit status to come."""
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self.closed = False
+        self._loop.add_reader(control, self._hear)
+
+    @classmethod
+    async def start(cls, recipe: dict[str, str]) -> _NurseryLink:
+        """Start it, and wait until the agent's file is loaded."""
+        link = cls(*_spawn())
+        link._control.send(json.dumps(recipe).encode())
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await link._ready
+        except TimeoutError as error:
+            await link.close()
+            raise AgentError(
+                f"the agent's file was not loaded in the environments' process within "
+                f"{START_SECONDS:g} s: make its import faster"
+            ) from error
+        except AgentError:
+            await link.close()
+            raise
+        return link
+
+    async def fork(self, number: int) -> EnvProcess:
+        """Fork a process for one instance; raises `AgentError` when the nursery is gone."""
+        ours, theirs = socket.socketpair()
+        forked = self._forked[number] = self._loop.create_future()
+        ended = self._ended[number] = self._loop.create_future()
+        try:
+            with theirs:
+                socket.send_fds(
+                    self._control, [json.dumps({"fork": number}).encode()], [theirs.fileno()]
+                )
+            pid = await forked
+        except (OSError, asyncio.CancelledError) as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise AgentError(f"no process could be forked ({error}): try again") from error
+            raise
+        finally:
+            self._forked.pop(number, None)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return EnvProcess(number, pid, reader, writer, ended)
+
+    def kill(self, number: int) -> None:
+        """End a process, if it has not ended yet."""
+        if number in self._ended:
+            with suppress(OSError):  # the nursery is gone, and with it all processes
+                self._control.send(json.dumps({"kill": number}).encode())
+
+    async def close(self) -> None:
+        """Close the socket, upon which the nursery ends all processes and itself."""
+        if not self.closed:
+            self._lose("was closed")
+        await asyncio.to_thread(self._process.wait)
+
+    def _hear(self) -> None:
+        try:
+            message = self._control.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._lose("ended")
+            return
+        said = json.loads(message)
+        if "failed" in said and not self._ready.done():
+            self._ready.set_exception(AgentError(said["failed"]))
+        elif "ready" in said and not self._ready.done():
+            self._ready.set_result(None)
+        elif "pid" in said:
+            if (forked := self._forked.get(said["n"])) is not None and not forked.done():
+                forked.set_result(said["pid"])
+        elif (ended := self._ended.pop(said["n"], None)) is not None:
+            ended.set_result(said["status"])
+
+    def _lose(self, how: str) -> None:
+        """Nothing more will be heard."""
+        self.closed = True
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        error = AgentError(
+            f"the process that environments are forked from {how}: see its last words above"
+        )
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._forked.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        if not self._ready.cancelled():
+            self._ready.exception()  # seen: nobody may wait for it
+        for ended in self._ended.values():
+            ended.set_result(signal.SIGKILL)
+        self._ended.clear()
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The nursery's process, and our end of its control socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.nursery", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            # Ctrl-C is for agentrl, which closes environments before it ends.
+            start_new_session=True,
+        )
+    return process, ours
