@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentrl.errors import UsageError
 from agentrl.train.partition import Sizes, join_parts, recut, split_parts
+from agentrl.train.zero import make_whole
 
 __all__ = ["load_rank", "random_state", "save_rank", "set_random_state", "write_tensors"]
 
@@ -105,6 +106,7 @@ def load_rank(folder: Path, engine: Any, rank: int, world_size: int, name: str =
     engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict({rank: zero})
     engine.optimizer.checkpoint_event_epilogue()
+    make_whole(engine)
     set_random_state(mine["random"])
     steps: int = mine["optimizer_steps"]
     return steps

@@ -25,6 +25,7 @@ __all__ = [
     "buckets",
     "gather_in_buckets",
     "keeps_whole",
+    "make_whole",
     "move_back",
     "move_to_host",
     "start_scoring",
@@ -80,6 +81,7 @@ def start_scoring(
     settings = _settings(module, world_size, offload_weights=offload, shards=shards)
     engine, *_ = deepspeed.initialize(model=module, config=settings)
     _trust_inputs(engine)
+    make_whole(engine)
     return engine
 
 
@@ -108,6 +110,7 @@ def step_optimizer(engine: Any, lr: float) -> float:
         group["lr"] = lr
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
+    make_whole(engine)
     grad_norm = float(engine.get_global_grad_norm())
     if not math.isfinite(grad_norm):
         raise TrainingError(
@@ -135,10 +138,21 @@ def ulysses_attention(**settings: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def make_whole(engine: Any) -> None:
-    """Gather the parameters that stay whole between uses (on one rank: all)."""
-    persistent = engine.optimizer.persistent_parameters
-    if persistent:
-        persistent[0].all_gather(persistent)
+    """Let the parameters that stay whole between uses (on one rank: all) show their own part.
+
+    One rank's part is the whole, so that nothing is copied, as DeepSpeed's gathering would; it is
+    kept from that, which also spares the memory of a second copy.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine.optimizer.persistent_parameters = []
+    for parameter in _whole_parameters(engine):
+        parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _whole_parameters(engine: Any) -> list[Any]:
+    return [parameter for parameter in engine.module.parameters() if parameter.ds_persist]
 
 
 def move_to_host(engines: Iterable[Any], device: torch.device) -> HostCopy:
@@ -148,9 +162,8 @@ def move_to_host(engines: Iterable[Any], device: torch.device) -> HostCopy:
     """
     held: list[Tensor] = []
     for engine in engines:
-        persistent = engine.optimizer.persistent_parameters
-        if persistent:
-            persistent[0].partition(persistent)
+        if whole := _whole_parameters(engine):
+            whole[0].partition(whole)
         held += _held_tensors(engine)
     return HostCopy(tensor for tensor in held if tensor.device == device)
 
