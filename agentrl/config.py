@@ -196,6 +196,11 @@ class TrainConfig(Section):
     max_staleness: NonNegativeInt = 0
     """By how many versions the weights that sampled a token may be older than those trained on it.
     0: sample, then train; more: rollouts go on meanwhile, as far ahead as this allows."""
+    stale: Literal["wait", "drop", "mask", "keep"] = "wait"
+    """What becomes of tokens that are older, when their batch is formed. `wait`: there are none,
+    since the batch waits for episodes that would become too old; otherwise it does not. `drop`:
+    their episodes are left out. `mask`: they give no gradient. `keep`: they are trained on like the
+    others, by their ratio to the newest weights."""
     ppo_epochs: PositiveInt = 1
     """Passes over one rollout batch."""
     mini_batches: PositiveInt = 1
@@ -366,6 +371,7 @@ class Config(Section):
 
     def _check_staleness(self) -> None:
         if self.train.max_staleness == 0:
+            self.train._refuse_ignored("train", {"stale"}, "train.max_staleness is 0")
             return
         if self.engine.kind == "transformers":
             raise ValueError(

@@ -61,6 +61,24 @@ def test_a_rollout_setting_without_effect_is_refused(rollout: dict[str, Any], wo
 
 
 @pytest.mark.parametrize(
+    ("engine", "algo", "words"),
+    [
+        ("transformers", {"correction": {"kind": "tis"}}, "samples from the learner's own"),
+        ("vllm", {}, "whose ratio to the newest must be known"),
+    ],
+)
+def test_what_cannot_run_ahead_of_training_is_refused(
+    engine: str, algo: dict[str, Any], words: str
+) -> None:
+    message = complaint(train={"max_staleness": 1}, engine={"kind": engine}, algo=algo)
+    assert words in message
+
+
+def test_what_becomes_of_old_tokens_is_refused_where_there_are_none() -> None:
+    assert "train.stale would be ignored" in complaint(train={"stale": "drop"})
+
+
+@pytest.mark.parametrize(
     "estimator", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_level"]
 )
 def test_an_estimator_that_compares_a_group_needs_two_samples(estimator: str) -> None:

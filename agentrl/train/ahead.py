@@ -1,12 +1,11 @@
 """Groups sampled ahead of training, so that neither waits for the other.
 
 With `train.max_staleness` k there are always so many groups under way or finished that k + 1
-batches can be made of them. A batch takes those that finish first, but for one thing: a group that
-began k versions ago must be in it, and is waited for, so that no token is older when it is trained
-on. What is not taken stays for a later batch; nothing that was sampled is thrown away.
-
-The groups that must be in a batch always fit it: after k more batches, at most one batch of the
-groups that are under way now is left.
+batches can be made of them. A batch takes those that finish first; what is not taken stays for a
+later batch. With `train.stale` `wait`, a group that began k versions ago must be in the batch, and
+is waited for, so that no token is older than k versions when it is trained on; such groups always
+fit: after k more batches, at most one batch of the groups that are under way now is left. Otherwise
+nothing is waited for, and `admit` says what of a group is young enough.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from agentrl.executors.groups import GroupRequest, RolloutResult
+from agentrl.train.buffer import FinishedGroup
 from agentrl.train.refill import merge_rollouts
-from agentrl.types import Trajectory
 
-__all__ = ["RolloutsAhead", "staleness_metrics"]
+__all__ = ["RolloutsAhead"]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,8 +33,14 @@ class _Group:
 
     group_id: str
     version: int
-    task: asyncio.Task[RolloutResult]
+    task: asyncio.Future[RolloutResult]
     place: int = field(default=-1)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was sampled; one whose sampling raised, which ends the run, was not."""
+        task = self.task
+        return task.done() and not task.cancelled() and task.exception() is None
 
 
 class RolloutsAhead:
@@ -49,6 +54,8 @@ class RolloutsAhead:
         explain: warnings about a batch that was given up with so many groups missing (0: none).
         batch_size: groups of a batch.
         max_staleness: k, at least 1.
+        waits: whether a batch waits for groups that began k versions ago.
+        admit: gives what is to be in a batch of a group, by the version that is trained next.
         max_refills: a batch is given up on when it holds 1 + `max_refills` times its size.
     """
 
@@ -62,8 +69,11 @@ class RolloutsAhead:
         batch_size: int,
         max_staleness: int,
         max_refills: int,
+        waits: bool = True,
+        admit: Callable[[RolloutResult, int], RolloutResult] = lambda result, version: result,
     ) -> None:
         self._sample, self._draw, self._fills, self._explain = sample, draw, fills, explain
+        self._waits, self._admit = waits, admit
         self._batch_size, self._max_staleness = batch_size, max_staleness
         self._most_taken = batch_size * (1 + max_refills)
         self._groups: list[_Group] = []
@@ -91,7 +101,7 @@ class RolloutsAhead:
             room = min(missing, self._most_taken - len(taken))
             group = await self._first_done(version, room)
             self._groups.remove(group)
-            taken.append(group.task.result())
+            taken.append(self._admit(group.task.result(), version))
             missing -= self._fills(taken[-1])
         taken.sort(key=lambda result: result.outcomes[0].group_id)
         now = time.perf_counter()
@@ -99,13 +109,28 @@ class RolloutsAhead:
         return replace(merge_rollouts(taken, self._explain(missing)), seconds=seconds)
 
     @property
-    def group_ids(self) -> list[str]:
-        """The groups that are in no batch yet."""
-        return [group.group_id for group in self._groups]
+    def unfinished(self) -> list[str]:
+        """The ids of the groups that are in no batch yet and not finished."""
+        return [group.group_id for group in self._groups if not group.is_finished]
 
-    def metrics(self) -> dict[str, float]:
-        """Groups that wait and that run, and the mean sampled tokens of the episodes that wait."""
-        done = [group.task.result() for group in self._groups if group.task.done()]
+    @property
+    def finished(self) -> list[FinishedGroup]:
+        """The groups that are in no batch yet but finished, in the order in which they ended."""
+        done = sorted((g for g in self._groups if g.is_finished), key=lambda group: group.place)
+        return [FinishedGroup(g.group_id, g.version, g.task.result()) for g in done]
+
+    def restore(self, groups: Iterable[FinishedGroup]) -> None:
+        """Take groups that were `finished` in a checkpoint, before the first batch."""
+        for each in groups:
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(each.result)
+            group = _Group(each.group_id, each.version, future, next(self._places))
+            self._groups.append(group)
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """Groups that wait and that run, the mean sampled tokens of the episodes that wait, and how
+        many versions before `version` the oldest of all these groups began."""
+        done = [group.result for group in self.finished]
         lengths = [t.num_sampled for result in done for t in result.trajectories]
         metrics = {
             "ahead/finished_groups": float(len(done)),
@@ -113,6 +138,8 @@ class RolloutsAhead:
         }
         if lengths:
             metrics["ahead/waiting_length"] = float(np.mean(lengths))
+        if self._groups:
+            metrics["ahead/oldest"] = float(version - min(group.version for group in self._groups))
         return metrics
 
     async def close(self) -> None:
@@ -141,7 +168,8 @@ class RolloutsAhead:
             room: how many more the batch surely takes: once those that are due need all of it, no
                 other is taken.
         """
-        due = [group for group in self._groups if version - group.version >= self._max_staleness]
+        oldest = version - self._max_staleness
+        due = [group for group in self._groups if self._waits and group.version <= oldest]
         candidates = due if len(due) >= room else self._groups
         await asyncio.wait(
             [group.task for group in candidates], return_when=asyncio.FIRST_COMPLETED
@@ -149,16 +177,3 @@ class RolloutsAhead:
         await asyncio.sleep(0)  # until the ends are noted
         done = [group for group in candidates if group.task.done()]
         return min(done, key=lambda group: group.place)
-
-
-def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """By how many versions the sampled tokens are older than `version`: mean and most."""
-    sampled = [
-        sequence.weight_versions[sequence.response_mask]
-        for trajectory in trajectories
-        for sequence in trajectory.sequences
-    ]
-    ages = version - np.concatenate([np.empty(0, np.int32), *sampled])
-    if len(ages) == 0:
-        return {}
-    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}

@@ -37,7 +37,8 @@ class Sample:
     float32: log-probabilities by the sampler, by the policy before the update (denominator of the
     importance ratio; None: the current policy itself) and by the reference policy; values before
     the update; advantages; returns; weights in the loss (0: masked); temperatures at which the
-    tokens were sampled (0: greedily; None: all at `rollout.temperature`). routed_experts int16
+    tokens were sampled (0: greedily; None: all at `rollout.temperature`). fresh[R] bool: which
+    tokens are young enough to be trained on (None: all). routed_experts int16
     [T - 1, layers, k]: where the sampler sent each input (-1: unknown; None: not recorded).
     """
 
@@ -52,6 +53,7 @@ class Sample:
     returns: Floats | None = None
     weights: Floats | None = None
     temperatures: Floats | None = None
+    fresh: NDArray[np.bool_] | None = None
     routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
@@ -90,9 +92,14 @@ class Sample:
         return self.temperatures > 0
 
     @property
+    def trains(self) -> NDArray[np.bool_]:
+        """Which sampled tokens give a gradient, [R]: drawn at random, and young enough."""
+        return self.at_random if self.fresh is None else self.at_random & self.fresh
+
+    @property
     def num_trained(self) -> int:
-        """How many tokens were drawn at random."""
-        return int(self.at_random.sum())
+        """How many tokens give a gradient."""
+        return int(self.trains.sum())
 
     def with_fields(self, **arrays: Any) -> Sample:
         """A copy with some [R] arrays set, as float32."""
@@ -100,8 +107,12 @@ class Sample:
         return replace(self, **fields)
 
 
-def build_samples(trajectories: Sequence[Trajectory], episodes: Iterable[int]) -> list[Sample]:
+def build_samples(
+    trajectories: Sequence[Trajectory], episodes: Iterable[int], *, oldest: int | None = None
+) -> list[Sample]:
     """Make a sample of every sequence with sampled tokens of the trajectories `episodes` names.
+
+    Tokens of a version before `oldest` are no longer `fresh`.
 
     Raises:
         ValueError: a sequence begins with a sampled token.
@@ -123,6 +134,9 @@ def build_samples(trajectories: Sequence[Trajectory], episodes: Iterable[int]) -
                     episode=episode,
                     sampler_logprobs=None if logprobs_T is None else logprobs_T[positions_R],
                     temperatures=temperatures_T[positions_R],
+                    fresh=None
+                    if oldest is None
+                    else sequence.weight_versions[positions_R] >= oldest,
                     routed_experts=None if routes_T is None else routes_T[: positions_R[-1]],
                 )
             )

@@ -28,7 +28,8 @@ from agentrl.executors.base import AgentExecutor
 from agentrl.executors.failure_text import shorten
 from agentrl.executors.groups import GroupRequest, RolloutResult, spread_warning
 from agentrl.plugin import Agent, load_agent
-from agentrl.train.ahead import RolloutsAhead, staleness_metrics
+from agentrl.train.ahead import RolloutsAhead
+from agentrl.train.buffer import load_finished, save_finished
 from agentrl.train.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -46,6 +47,7 @@ from agentrl.train.progress import Progress
 from agentrl.train.refill import count_filling, refill_warnings, sample_until_full
 from agentrl.train.rundir import RunDir, write_summary
 from agentrl.train.sampler import Sampler, build_engine
+from agentrl.train.stale import drop_stale, stale_metrics, staleness_metrics
 from agentrl.train.stats import (
     engine_metrics,
     episode_metrics,
@@ -153,21 +155,25 @@ class TrainingRun:
         self._sampler = Sampler(
             config, executor, engine, self._tokenizer, learner.generation_config
         )
-        self._ahead: RolloutsAhead | None = None
-        if config.train.max_staleness:
-            self._ahead = RolloutsAhead(
-                self._sample_group,
-                self._draw_group,
-                self._fills_batch,
-                lambda missing: refill_warnings(missing, config.rollout),
-                batch_size=config.rollout.batch_size,
-                max_staleness=config.train.max_staleness,
-                max_refills=config.rollout.max_refills,
-            )
+        self._ahead = self._make_ahead() if config.train.max_staleness else None
         self._saved_step = state.step
         self._empty_batches = 0
         self._warned: set[str] = set()
         self._began = time.perf_counter() - state.train_seconds
+
+    def _make_ahead(self) -> RolloutsAhead:
+        config = self._config
+        return RolloutsAhead(
+            self._sample_group,
+            self._draw_group,
+            self._fills_batch,
+            lambda missing: refill_warnings(missing, config.rollout),
+            batch_size=config.rollout.batch_size,
+            max_staleness=config.train.max_staleness,
+            max_refills=config.rollout.max_refills,
+            waits=config.train.stale == "wait",
+            admit=self._admit,
+        )
 
     async def run(self, stop: StopRequest) -> None:
         """Go through the steps that are left, then save the model and the summary."""
@@ -177,16 +183,17 @@ class TrainingRun:
             self._sampler.engine.stats()  # what came before the first step is no step's
             if self._config.train.eval_on_start and self._state.step == 0:
                 self._finish_step(await self._evaluate())
+            self._restore_finished()
             try:
                 while self._state.step < self._config.train.max_steps:
                     await self._whole_step()
                     if stop.signum is not None:
                         self._stop(stop.signum)
+                if self._saved_step < self._state.step:
+                    self._save_checkpoint()
             finally:
                 if self._ahead is not None:
                     await self._ahead.close()
-        if self._saved_step < self._state.step:
-            self._save_checkpoint()
         self._save_model(self._run.model)
         if self._config.model.lora.rank:
             with write_atomically(self._run.adapter) as folder:
@@ -214,18 +221,19 @@ class TrainingRun:
         """Sample a batch, learn from it, push the weights: one step."""
         rollout = await self._sample()
         ages = staleness_metrics(rollout.trajectories, self._state.step)
+        if self._ahead is not None:
+            oldest = self._state.step - self._config.train.max_staleness
+            ages |= stale_metrics(rollout, oldest, self._config.train.stale)
         with self._progress.phase("update"):
             update = await self._update(rollout.trajectories)
         self._state.step += 1
         await self._push_weights()
-        waiting = self._ahead.group_ids if self._ahead is not None else ()
-        self._state.cursor = self._cursor.state_dict(again=waiting)
         sampled = sum(t.num_sampled for t in rollout.trajectories)
         self._state.tokens_sampled += sampled
         self._state.tokens_trained += int(update.get("policy/tokens_trained", 0))
         metrics = episode_metrics(rollout.trajectories) | rollout.metrics() | update | ages
         if self._ahead is not None:
-            metrics |= self._ahead.metrics()
+            metrics |= self._ahead.metrics(self._state.step)
         if REWARD in metrics:
             self._state.rewards.append(metrics[REWARD])
         metrics |= engine_metrics(self._sampler.engine.stats())
@@ -276,6 +284,13 @@ class TrainingRun:
         settings = self._config.rollout
         patience = settings.batch_size * settings.n_samples_per_prompt
         return await self._sampler.run([request], self._count, patience=patience)
+
+    def _admit(self, group: RolloutResult, version: int) -> RolloutResult:
+        """What of a group may be in the batch that makes the weights after `version`."""
+        if self._config.train.stale != "drop":
+            return group
+        oldest = version - self._config.train.max_staleness
+        return drop_stale(group, oldest, self._config.rollout.min_group_size)
 
     def _fills_batch(self, group: RolloutResult) -> bool:
         """Whether a group counts as one of the `batch_size` of its batch."""
@@ -360,9 +375,32 @@ class TrainingRun:
             self._learner.save(folder)
             if self._config.model.lora.rank:
                 self._learner.save_adapter(folder / "adapter")
+            again = self._save_finished(folder)
+            self._state.cursor = self._cursor.state_dict(again=again)
             self._state.save(folder)
         prune(self._run.checkpoints, self._config.train.max_checkpoints)
         self._saved_step = self._state.step
+
+    def _save_finished(self, folder: Path) -> list[str]:
+        """Write the groups that are finished and in no batch yet; the ids of all others that are
+        under way, to be drawn again."""
+        if self._ahead is None:
+            return []
+        groups, again = self._ahead.finished, self._ahead.unfinished
+        if self._config.rollout.router_replay:  # files of episodes hold no experts
+            return again + [group.group_id for group in groups]
+        save_finished(folder, self._state.step, groups)
+        return again
+
+    def _restore_finished(self) -> None:
+        """Take up the groups that the checkpoint holds."""
+        step = self._state.step
+        if self._ahead is None or step == 0:
+            return
+        groups = load_finished(checkpoint_path(self._run.checkpoints, step), step)
+        self._ahead.restore(groups)
+        if groups:
+            self._progress.note(f"{len(groups)} groups were sampled ahead before the run ended")
 
     def _save_model(self, path: Path) -> None:
         with write_atomically(path) as folder:

@@ -65,7 +65,7 @@ def _weighted(
     lengths = [sum(sample.num_trained for sample in episode) for episode in episodes]
     weights = token_weights(lengths, aggregation, scale_factor=scale_factor)
     return [
-        sample.with_fields(weights=np.where(sample.at_random, weight, 0.0))
+        sample.with_fields(weights=np.where(sample.trains, weight, 0.0))
         for episode, weight in zip(episodes, weights, strict=True)
         for sample in episode
     ]

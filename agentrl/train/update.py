@@ -46,7 +46,9 @@ def policy_update(
     """
     trajectories, metrics = shape_rewards(trajectories, config.rollout)
     selection = select_episodes(trajectories, config.algo)
-    samples = build_samples(trajectories, selection.trained)
+    masks = config.train.stale == "mask"
+    oldest = step - config.train.max_staleness if masks else None
+    samples = build_samples(trajectories, selection.trained, oldest=oldest)
     metrics |= selection.metrics()
     metrics["policy/tokens_trained"] = float(sum(sample.num_trained for sample in samples))
     metrics["policy/skipped_updates"] = float(not samples)

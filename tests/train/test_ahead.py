@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from agentrl.errors import EngineError
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult
-from agentrl.train.ahead import RolloutsAhead, staleness_metrics
+from agentrl.train.ahead import RolloutsAhead
+from agentrl.train.buffer import load_finished, save_finished
+from agentrl.train.stale import drop_stale, stale_metrics, staleness_metrics
 from agentrl.types import Sequence, StopReason, Trajectory, Turn
 
 
@@ -28,8 +31,10 @@ def trajectory(group_id: str, versions: list[int] | None = None) -> Trajectory:
     return Trajectory((sequence,), 1.0, StopReason.DONE, group_id=group_id, rollout_id=group_id)
 
 
-def result(group_id: str, *, usable: bool = True) -> RolloutResult:
-    episode = trajectory(group_id)
+def result(
+    group_id: str, *, usable: bool = True, versions: list[int] | None = None
+) -> RolloutResult:
+    episode = trajectory(group_id, versions)
     groups = (RolloutGroup(group_id, group_id, (episode,)),) if usable else ()
     return RolloutResult(groups, (episode,), (), 1, {}, 0, 0 if usable else 1, 1.0)
 
@@ -61,7 +66,9 @@ class Sampling:
             self.ends[group_id].set_result(result(group_id, usable=usable))
             await quiet()
 
-    def ahead(self, *, max_staleness: int = 1, batch_size: int = 2) -> RolloutsAhead:
+    def ahead(
+        self, *, max_staleness: int = 1, batch_size: int = 2, **options: object
+    ) -> RolloutsAhead:
         return RolloutsAhead(
             self.sample,
             self.draw,
@@ -70,6 +77,7 @@ class Sampling:
             batch_size=batch_size,
             max_staleness=max_staleness,
             max_refills=3,
+            **options,  # type: ignore[arg-type]
         )
 
 
@@ -83,8 +91,12 @@ async def test_a_batch_takes_the_groups_that_are_done_first_and_leaves_the_rest_
     batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
     await sampling.end("003", "001")
     assert ids(await batch) == ["001", "003"]
-    assert ahead.group_ids == ["000", "002"]
-    assert ahead.metrics()["ahead/running_groups"] == 2
+    assert ahead.unfinished == ["000", "002"]
+    assert ahead.metrics(1) == {
+        "ahead/finished_groups": 0,
+        "ahead/running_groups": 2,
+        "ahead/oldest": 1,
+    }
     await ahead.close()
 
 
@@ -99,7 +111,8 @@ async def test_a_group_as_old_as_allowed_is_waited_for() -> None:
     assert not second.done()
     await sampling.end("002", "000")
     assert ids(await second) == ["000", "002"]
-    assert ahead.metrics()["ahead/finished_groups"] == 2
+    metrics = ahead.metrics(1)
+    assert (metrics["ahead/finished_groups"], metrics["ahead/waiting_length"]) == (2, 1.0)
     third = await ahead.next_batch(2, steps_left=8)
     assert ids(third) == ["004", "005"]
     await ahead.close()
@@ -149,7 +162,8 @@ async def test_no_more_is_sampled_than_the_run_needs() -> None:
         await sampling.end(f"{2 * step:03d}", f"{2 * step + 1:03d}")
         await batch
     assert sampling.drawn == 6
-    assert ahead.group_ids == []
+    assert ahead.unfinished == []
+    assert ahead.finished == []
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 5])
@@ -173,7 +187,7 @@ async def test_every_group_is_in_one_batch_and_none_is_too_old(max_staleness: in
         assert len(batch.groups) == 4
         assert max(version - begun[group_id] for group_id in ids(batch)) <= max_staleness
         taken += ids(batch)
-    left = ahead.group_ids
+    left = ahead.unfinished + [group.group_id for group in ahead.finished]
     assert sorted(taken + left) == [f"{number:03d}" for number in range(sampling.drawn)]
     await ahead.close()
 
@@ -207,6 +221,105 @@ async def test_the_seconds_of_a_batch_begin_with_the_one_before_and_not_with_the
         seconds.append((await batch).seconds)
     assert seconds == [2.0, 7.0]
     await ahead.close()
+
+
+async def test_a_batch_that_does_not_wait_leaves_what_is_older_than_allowed_running() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead(waits=False)
+    for version, ends in enumerate([("003", "001"), ("004", "005"), ("006", "007")]):
+        batch = asyncio.create_task(ahead.next_batch(version, steps_left=10))
+        await sampling.end(*ends)
+        assert ids(await batch) == sorted(ends)
+    assert ahead.unfinished == ["000", "002"]
+    assert ahead.metrics(3)["ahead/oldest"] == 3
+    await ahead.close()
+
+
+async def test_a_group_that_is_too_old_as_a_whole_is_replaced() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead(
+        waits=False, batch_size=1, admit=lambda group, version: drop_stale(group, version - 1, 1)
+    )
+    batch = asyncio.create_task(ahead.next_batch(2, steps_left=10))
+    await sampling.end("000")  # its tokens are of version 0
+    sampling.ends["001"].set_result(result("001", versions=[0, 1]))
+    await quiet()
+    sampling.ends["002"].set_result(result("002", versions=[1, 2]))
+    taken = await batch
+    assert ids(taken) == ["000", "001", "002"]
+    assert [group.group_id for group in taken.groups] == ["002"]
+    assert taken.num_dropped_groups == 2
+    await ahead.close()
+
+
+async def test_finished_groups_go_through_a_checkpoint_in_their_order(tmp_path: Path) -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead(max_staleness=2)
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await sampling.end("003", "001", "005")
+    await sampling.end("000", usable=False)
+    await batch
+    save_finished(tmp_path, 1, ahead.finished)
+    again = ahead.unfinished
+    await ahead.close()
+    assert again == ["002", "004"]
+
+    resumed = Sampling()
+    resumed.drawn = 6
+    restored = resumed.ahead(max_staleness=2)
+    restored.restore(load_finished(tmp_path, 1))
+    assert [(group.group_id, group.version) for group in restored.finished] == [
+        ("005", 0),
+        ("000", 0),
+    ]
+    batch = asyncio.create_task(restored.next_batch(1, steps_left=9))
+    await resumed.end("007")
+    taken = await batch
+    assert ids(taken) == ["000", "005", "007"]
+    assert taken.groups[0].trajectories[0].sequences[0].token_ids.tolist() == [0, 1]
+    assert (taken.num_completed, taken.num_dropped_groups) == (3, 1)
+    await restored.close()
+
+
+async def test_groups_whose_sampling_failed_are_drawn_again() -> None:
+    sampling = Sampling()
+    ahead = sampling.ahead()
+    batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))
+    await quiet()
+    sampling.ends["002"].set_exception(EngineError("the engine is gone"))
+    with pytest.raises(EngineError):
+        await batch
+    assert ahead.unfinished == ["000", "001", "003"]  # 002 was taken, and ended the run
+    await ahead.close()
+
+
+def test_a_checkpoint_without_finished_groups_restores_none(tmp_path: Path) -> None:
+    assert load_finished(tmp_path, 1) == []
+    save_finished(tmp_path, 1, [])
+    assert load_finished(tmp_path, 1) == []
+
+
+def test_episodes_with_a_token_that_is_too_old_leave_their_group() -> None:
+    episodes = (trajectory("g", [5, 6]), trajectory("g", [3, 6]), trajectory("g", [4, 4]))
+    group = RolloutResult((RolloutGroup("g", "g", episodes),), episodes, (), 3, {}, 0, 0, 1.0)
+    kept = drop_stale(group, 4, min_group_size=2)
+    assert kept.groups[0].trajectories == (episodes[0], episodes[2])
+    assert (kept.outcomes, kept.num_dropped_groups) == (episodes, 0)
+    assert drop_stale(group, 5, min_group_size=2).groups == ()
+    assert drop_stale(group, 5, min_group_size=2).num_dropped_groups == 1
+    assert drop_stale(group, 5, min_group_size=1).groups[0].trajectories == (episodes[0],)
+
+
+def test_what_is_done_about_old_tokens_is_in_the_metrics() -> None:
+    episodes = (trajectory("g", [5, 6]), trajectory("g", [3, 4, 6]))
+    group = RolloutResult((RolloutGroup("g", "g", episodes),), episodes, (), 2, {}, 0, 0, 1.0)
+    assert stale_metrics(group, 5, "wait") == {}
+    assert stale_metrics(group, 5, "mask") == {"staleness/masked_share": 0.4}
+    assert stale_metrics(group, 5, "keep") == {"staleness/kept_share": 0.4}
+    assert stale_metrics(group, 5, "drop") == {
+        "staleness/dropped_episodes": 1.0,
+        "staleness/dropped_length": 3.0,
+    }
 
 
 def test_staleness_is_counted_in_tokens() -> None:

@@ -1,10 +1,8 @@
-"""Whole runs with rollouts ahead of training: what is trained, how old it is, what a kill costs."""
+"""Whole runs with rollouts ahead of training: what is trained, and how old it is."""
 
 from __future__ import annotations
 
 import json
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -59,16 +57,3 @@ def test_rollouts_run_ahead_within_the_bound_and_lose_nothing(
     lines = whole_runs.metrics_of(run_dir)
     assert max(line["staleness/max"] for line in lines) > 0  # else nothing ran ahead
     assert lines[-1]["ahead/running_groups"] == lines[-1]["ahead/finished_groups"] == 0
-
-
-def test_a_killed_run_draws_the_groups_that_were_in_no_step_again(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = whole_runs.start(arguments(run_dir, 1))
-    while not (run_dir / "checkpoints" / "step-00000002").is_dir():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    status, _, err = whole_runs.run(arguments(run_dir, 1, "--resume"))
-    assert status == 0, err
-    assert_nothing_is_lost(run_dir, 1)

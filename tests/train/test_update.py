@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from agentrl.train.minibatch import loss_scale_factor, mini_batches
 from agentrl.train.preparation import kl_of_samples
 from agentrl.train.selection import select_episodes
 from agentrl.train.update import policy_update
-from agentrl.types import StopReason
+from agentrl.types import StopReason, Trajectory
 
 TRAIN = {"lr": 1e-2}
 GROUPS = ["a"] * 3 + ["b"] * 2 + ["same"] * 2
@@ -30,11 +31,20 @@ def batch():
     ]
 
 
-def weights_after(trajectories, updates: int = 1, **sections) -> tuple[torch.Tensor, dict]:
+def aged(trajectory: Trajectory, version: int) -> Trajectory:
+    """The same episode, sampled by the weights of `version`."""
+    (sequence,) = trajectory.sequences
+    versions = np.where(sequence.response_mask, version, -1)
+    return replace(trajectory, sequences=(replace(sequence, weight_versions=versions),))
+
+
+def weights_after(
+    trajectories, updates: int = 1, step: int = 0, **sections
+) -> tuple[torch.Tensor, dict]:
     config = make_config(**{"train": TRAIN, **sections})
     learner = Learner(small_llama(), config, reference=small_llama())
     for _ in range(updates):
-        metrics = policy_update(learner, trajectories, config)
+        metrics = policy_update(learner, trajectories, config, step=step)
     weights = torch.cat([w.flatten().clone() for _, w in learner.named_weights()])
     learner.close()
     return weights, metrics
@@ -203,6 +213,34 @@ def test_greedy_tokens_have_no_weight_and_no_part_in_a_mean():
     two = Sample(np.arange(4), np.array([2, 3]), episode=1).with_fields(temperatures=[1, 1])
     (step,) = mini_batches([one, two], make_config(), group_ids=GROUPS, seed=(0, 0))
     assert [sample.weights.tolist() for sample in step] == [[0.25, 0, 0.25], [0.25, 0.25]]
+
+
+def test_tokens_that_are_too_old_have_no_weight_and_no_part_in_a_mean():
+    episodes = [aged(episode, versions) for episode, versions in zip(batch(), (3, 5), strict=False)]
+    samples = build_samples(episodes, range(2), oldest=4)
+    assert [sample.num_trained for sample in samples] == [0, 4]
+    (step,) = mini_batches(samples, make_config(), group_ids=GROUPS, seed=(0, 0))
+    assert [sample.weights.tolist() for sample in step] == [[0] * 3, [0.25] * 4]
+
+
+def test_an_update_with_old_tokens_masked_is_that_of_the_others_with_the_whole_groups_baseline():
+    ahead = {
+        "engine": {"kind": "vllm"},
+        "algo": {"correction": {"kind": "tis"}, "loss": {"aggregation": "token-mean"}},
+    }
+    old, new = batch()[:3], batch()[3:]
+    episodes = [aged(episode, 1) for episode in old] + [aged(episode, 3) for episode in new]
+
+    def trained(stale: str) -> tuple[torch.Tensor, dict]:
+        train = {**TRAIN, "max_staleness": 1, "stale": stale}
+        return weights_after(episodes, step=3, train=train, **ahead)
+
+    masked, metrics = trained("mask")
+    assert metrics["policy/tokens_trained"] == sum(e.num_sampled for e in new[:2])
+    kept, _ = trained("keep")
+    assert not torch.equal(masked, kept)
+    only_new, _ = weights_after(new, step=3, train=TRAIN, **ahead)
+    torch.testing.assert_close(masked, only_new, rtol=0, atol=1e-6)
 
 
 def test_better_episodes_become_more_likely():
