@@ -37,6 +37,7 @@ from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.zero import (
     gather_in_buckets,
     keeps_whole,
+    make_whole,
     move_back,
     move_to_host,
     start_scoring,
@@ -137,16 +138,16 @@ class LearnerWorker:
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
         """Score with the policy and the values as they are; one list for each micro-batch."""
-        return [self._score(self.engine, batch, self.critic) for batch in micro_batches]
+        return self._score_all(self.engine, micro_batches, self.critic)
 
     @torch.no_grad()
     def score_reference(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:
         """Score with the reference policy: under LoRA, the policy without its factors."""
         if self.adapter is not None:
             with self.adapter.disabled():
-                return [self._score(self.engine, micro_batch) for micro_batch in micro_batches]
+                return self._score_all(self.engine, micro_batches)
         assert self.reference_engine is not None, "the learner was built without a reference"
-        return [self._score(self.reference_engine, micro_batch) for micro_batch in micro_batches]
+        return self._score_all(self.reference_engine, micro_batches)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], algo: AlgoConfig
@@ -306,6 +307,15 @@ class LearnerWorker:
 
     def _pass(self, engine: Any, micro_batch: MicroBatch) -> Pass:
         return Pass(engine, micro_batch, self.group.device, self._sequence)
+
+    def _score_all(
+        self, engine: Any, micro_batches: Sequence[MicroBatch], critic: Critic | None = None
+    ) -> list[list[SampleScores]]:
+        scores = [self._score(engine, micro_batch, critic) for micro_batch in micro_batches]
+        if engine is self.engine and self.keeps_whole:
+            # DeepSpeed lets go of whole parameters in a pass whose order it has not recorded.
+            make_whole(engine)
+        return scores
 
     def _score(
         self, engine: Any, micro_batch: MicroBatch, critic: Critic | None = None

@@ -125,6 +125,17 @@ def test_live_weights_stay_valid_while_the_learner_scores_and_accumulates(sample
     learner.close()
 
 
+def test_weights_can_be_given_away_whole_after_scoring_alone(samples):
+    learner = Learner(small_llama(), make_config(train=TRAIN))
+    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    learner.logprobs(samples)
+    after = dict(learner.named_weights())
+    assert {name: weight.tolist() for name, weight in after.items()} == {
+        name: weight.tolist() for name, weight in before.items()
+    }
+    learner.close()
+
+
 def test_an_empty_share_changes_nothing(samples):
     learner = Learner(small_llama(), make_config(train=TRAIN))
     assert learner.logprobs([]) == []
