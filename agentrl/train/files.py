@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentrl.errors import SaveError
@@ -30,7 +30,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise _save_error(path, error) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -37,6 +37,7 @@ from agentrl.train.checkpoint import (
     write_atomically,
 )
 from agentrl.train.distributed import is_main_process
+from agentrl.train.episode_log import EpisodeLog
 from agentrl.train.eval_result import summarize
 from agentrl.train.interrupt import Interrupted, StopRequest, ignore_first_signal, stop_on_signal
 from agentrl.train.learner import Learner, build_learner
@@ -142,6 +143,7 @@ class TrainingRun:
         self._evaluation, self._state = evaluation, state
         self._metrics, self._progress = metrics, progress
         self._token_text = TokenText(self._tokenizer)
+        self._episode_log = EpisodeLog(run.trajectories)
         self._cursor = ExampleCursor(examples, seed=config.train.seed, shuffle=config.data.shuffle)
         if state.cursor:
             self._cursor.load_state_dict(state.cursor)
@@ -194,6 +196,7 @@ class TrainingRun:
             finally:
                 if self._ahead is not None:
                     await self._ahead.close()
+                self._episode_log.flush()
         self._save_model(self._run.model)
         if self._config.model.lora.rank:
             with write_atomically(self._run.adapter) as folder:
@@ -330,7 +333,7 @@ class TrainingRun:
             prefix=f"eval-{step:06d}-",
         )
         async with self._engine_turn("eval"):
-            rollout = await self._sampler.run(requests)
+            rollout = await self._sampler.run(requests, self._episode_log.add)
         if self._config.engine.enable_sleep:
             await self._push_weights()
         self._note_warnings(rollout)
@@ -348,6 +351,7 @@ class TrainingRun:
         return every > 0 and self._state.step % every == 0
 
     def _count(self, trajectory: Trajectory) -> None:
+        self._episode_log.add(trajectory)
         self._progress.rollout_advanced(1, trajectory.num_sampled)
 
     def _note_warnings(self, rollout: RolloutResult) -> None:
@@ -435,6 +439,7 @@ class TrainingRun:
             token_texts=self._token_text,
             with_texts=self._config.log.trajectories,
         )
+        self._episode_log.settle(trajectories)
 
     def _write_summary(self) -> None:
         rewards, possible = self._state.rewards, self._agent.agent_class.max_reward

@@ -26,6 +26,7 @@ from typing import Any, Self
 from agentrl.config import Config
 from agentrl.errors import UsageError
 from agentrl.settings import to_toml
+from agentrl.train.episode_log import clear_unfinished
 from agentrl.train.files import replace_text
 from agentrl.train.metrics_file import cut_metrics, read_metrics
 from agentrl.train.trajectories import cut_trajectories
@@ -135,6 +136,7 @@ class RunDir:
         last_step = step or -1
         cut_metrics(self.metrics_file, last_step)
         cut_trajectories(self.trajectories, last_step)
+        clear_unfinished(self.trajectories)
 
     @property
     def config_file(self) -> Path:

@@ -2,6 +2,7 @@
 
     trajectories/000012.parquet        the episodes of training step 12
     trajectories/eval-000012.parquet   those of the evaluation after it
+    trajectories/unfinished/           those of a long step that is not done (see `episode_log`)
 
 pandas, datasets and DuckDB read the files. Ids, masks, log-probabilities (NaN included), versions
 and rewards come back bit for bit; `messages` and `metrics` are JSON in a string column. Parquet
@@ -32,6 +33,7 @@ __all__ = [
     "step_of",
     "trajectory_file",
     "trajectory_files",
+    "write_rows",
     "write_trajectories",
 ]
 
@@ -98,14 +100,30 @@ def write_trajectories(
     Raises:
         SaveError: the file could not be written.
     """
+    path = trajectory_file(folder, step, evaluation=evaluation)
+    write_rows(path, step, trajectories, token_texts=token_texts, with_texts=with_texts)
+    return path
+
+
+def write_rows(
+    path: Path,
+    step: int | None,
+    trajectories: SequenceABC[Trajectory],
+    *,
+    token_texts: TokenTexts | None = None,
+    with_texts: int = 0,
+) -> None:
+    """Write episodes to `path`, whole or not at all; `step` None: they belong to none yet.
+
+    Raises:
+        SaveError: the file could not be written.
+    """
     rows = [
         _to_row(step, trajectory, token_texts if index < with_texts else None)
         for index, trajectory in enumerate(trajectories)
     ]
-    path = trajectory_file(folder, step, evaluation=evaluation)
     with replacing(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), scratch, compression="zstd")
-    return path
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -141,7 +159,9 @@ def cut_trajectories(folder: Path, last_step: int) -> None:
             path.unlink()
 
 
-def _to_row(step: int, trajectory: Trajectory, token_texts: TokenTexts | None) -> dict[str, Any]:
+def _to_row(
+    step: int | None, trajectory: Trajectory, token_texts: TokenTexts | None
+) -> dict[str, Any]:
     timings = trajectory.timings
     return {
         "step": step,

@@ -20,7 +20,7 @@ from agentrl.train import rundir
 from agentrl.train.files import replace_text, replacing
 from agentrl.train.metrics_file import read_metrics
 from agentrl.train.rundir import RunDir, newest_run, write_summary
-from agentrl.train.trajectories import write_trajectories
+from agentrl.train.trajectories import write_rows, write_trajectories
 
 
 def config_for(path: Path | None, agent: str = "agents/guess.py") -> Config:
@@ -86,6 +86,7 @@ def test_resuming_cuts_off_what_came_after_the_checkpoint(tmp_path: Path) -> Non
             write_trajectories(run.trajectories, step, [])
         write_trajectories(run.trajectories, 3, [], evaluation=True)
         write_trajectories(run.trajectories, 5, [], evaluation=True)
+        write_rows(run.trajectories / "unfinished" / "000001.parquet", None, [])
     with RunDir.resume(config, 3) as run:
         assert [row["step"] for row in read_metrics(run.metrics_file)] == [1, 2, 3]
         assert sorted(path.name for path in run.trajectories.iterdir()) == [
