@@ -64,6 +64,7 @@ def start_training(
     settings["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     _trust_inputs(engine)
+    _forget_modules(engine)
     make_whole(engine)
     return engine
 
@@ -81,6 +82,7 @@ def start_scoring(
     settings = _settings(module, world_size, offload_weights=offload, shards=shards)
     engine, *_ = deepspeed.initialize(model=module, config=settings)
     _trust_inputs(engine)
+    _forget_modules(engine)
     make_whole(engine)
     return engine
 
@@ -95,6 +97,17 @@ def _trust_inputs(engine: Any) -> None:
     check = getattr(engine, "first_dataloader_check", None)
     if check is not None:
         check.remove()
+
+
+def _forget_modules(engine: Any) -> None:
+    """Where all parameters stay whole, take away the hooks that fetch and release them.
+
+    They would run at every module, forward and backward, and keep the host busy for longer than a
+    GPU computes.
+    """
+    if all(parameter.ds_persist for parameter in engine.module.parameters()):
+        zero = engine.optimizer
+        getattr(zero, "parameter_offload", zero).destroy()
 
 
 def step_optimizer(engine: Any, lr: float) -> float:
