@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx
+import torch
 
 from agentrl.engines import prometheus
 from agentrl.engines.answer import Place, Sampled, checked_generation
@@ -52,6 +53,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         api_key: Sent with every request.
         replicas: Data-parallel replicas inside the server, each with its own prefix cache.
         num_weight_ranks: Processes of the server that hold weights.
+        memory_device: The GPU whose memory the server can open; None: any.
     """
 
     kind: ClassVar[str]
@@ -68,6 +70,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         api_key: str | None = None,
         replicas: int = 1,
         num_weight_ranks: int = 1,
+        memory_device: torch.device | None = None,
     ) -> None:
         if (server is None) == (url is None):
             raise ValueError("an engine has either a server to start or the url of one")
@@ -79,6 +82,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._update = update
         self._api_key = api_key
         self._num_weight_ranks = num_weight_ranks
+        self._memory_device = memory_device
         self._incarnation = 0
         self._version = 0
         self._knows_versions = True
@@ -115,6 +119,11 @@ class RemoteEngine(Engine, UpdatableEngine):
     def num_weight_ranks(self) -> int:
         """Processes of the server that hold weights and join a process group."""
         return self._num_weight_ranks
+
+    @property
+    def memory_device(self) -> torch.device | None:
+        """The GPU whose memory the server can open, as this process numbers it; None: any."""
+        return self._memory_device
 
     @property
     def incarnation(self) -> int:

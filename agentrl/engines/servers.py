@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from agentrl.config import Config
@@ -21,7 +23,7 @@ from agentrl.engines.sglang import SGLangEngine
 from agentrl.engines.sglang_router import RoutedSGLangEngine, behind_one_router
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
-from agentrl.engines.transport.select import make_transport
+from agentrl.engines.transport.select import make_transport, transport_name
 from agentrl.engines.vllm import VLLMEngine, install_plugin
 from agentrl.engines.weight_update import UpdateSettings
 from agentrl.errors import UsageError
@@ -116,6 +118,7 @@ def _engine(
         api_key=section.api_key,
         replicas=section.data_parallel_size,
         num_weight_ranks=section.tensor_parallel_size * section.data_parallel_size,
+        memory_device=_memory_device(config, index),
     )
 
 
@@ -174,12 +177,34 @@ def _pause_mode(config: Config) -> PauseMode:
 
 def _devices(config: Config, index: int) -> dict[str, str]:
     """Engine k takes the k-th share of `engine.gpus`; without them, it sees every GPU."""
+    mine = _gpus(config, index)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)} if mine else {}
+
+
+def _gpus(config: Config, index: int) -> tuple[int, ...]:
     section = config.engine
-    if not section.gpus:
-        return {}
     share = section.tensor_parallel_size * section.data_parallel_size
-    mine = section.gpus[index * share : (index + 1) * share]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)}
+    return section.gpus[index * share : (index + 1) * share]
+
+
+def _memory_device(config: Config, index: int) -> torch.device | None:
+    """Where weights are put for engine `index` to open them (`engine.transport` ipc).
+
+    Raises:
+        UsageError: the learner does not see the engine's GPU.
+    """
+    on_gpu = torch.cuda.is_available()
+    mine = _gpus(config, index)
+    if not mine or not on_gpu or transport_name(config.engine, on_gpu=on_gpu) != "ipc":
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if str(mine[0]) not in names:
+        raise UsageError(
+            f"engine.transport ipc puts weights on GPU {mine[0]} of engine.gpus, which the learner "
+            f"does not see (it sees {', '.join(names)}): use nccl"
+        )
+    return torch.device("cuda", names.index(str(mine[0])))
 
 
 def _model(config: Config, model_folder: Path) -> PretrainedConfig:

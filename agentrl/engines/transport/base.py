@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from agentrl.engines.transport.buckets import Bucket, TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer
 from agentrl.errors import EngineError
@@ -50,6 +52,11 @@ class WeightReceiver(ABC):
     @abstractmethod
     def incarnation(self) -> int:
         """A number that changes when the engine is started again and has forgotten everything."""
+
+    @property
+    def memory_device(self) -> torch.device | None:
+        """The GPU whose memory the engine can open, as this process numbers it; None: any."""
+        return None
 
     @abstractmethod
     async def load_folder(self, folder: Path) -> None:

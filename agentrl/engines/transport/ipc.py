@@ -1,13 +1,14 @@
 """Weights through memory that learner and engines of one host share: CUDA IPC, or host memory.
 
-Two fixed buffers take turns. A process opens each of them once; after that a bucket costs one copy
-into the buffer and one out of it. The engines confirm a bucket before its buffer is filled again.
+Two fixed buffers take turns on each GPU that an engine computes on, since an engine sees no other
+GPU than its own. A process opens each of them once; after that a bucket costs one copy into each
+buffer and one out of it. The engines confirm a bucket before its buffers are filled again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 
@@ -27,7 +28,7 @@ class IPCTransport(WeightTransport):
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._buffers: list[SharedBuffer] = []
+        self._buffers: dict[tuple[torch.device, int], SharedBuffer] = {}
 
     async def send(
         self,
@@ -39,22 +40,38 @@ class IPCTransport(WeightTransport):
         await asyncio.gather(*(receiver.begin_update() for receiver in receivers))
         turn = 0
         async for bucket in buckets:
-            buffer = self._buffer(turn, bucket.flat)
+            home = bucket.flat.device
+            devices = {receiver: receiver.memory_device or home for receiver in receivers}
+            filled = await self._fill(turn, set(devices.values()), bucket.flat)
             turn = (turn + 1) % BUFFERS
-            buffer.flat[: bucket.flat.numel()].copy_(bucket.flat)
-            if buffer.flat.is_cuda:
-                await asyncio.to_thread(torch.cuda.synchronize, buffer.flat.device)
-            await asyncio.gather(*(r.receive_shared(bucket.specs, buffer) for r in receivers))
+            await asyncio.gather(
+                *(
+                    receiver.receive_shared(bucket.specs, filled[device])
+                    for receiver, device in devices.items()
+                )
+            )
         await asyncio.gather(*(receiver.end_update() for receiver in receivers))
 
     async def close(self) -> None:
         """Give the buffers back."""
         self._buffers.clear()
 
-    def _buffer(self, turn: int, flat: torch.Tensor) -> SharedBuffer:
-        """The buffer whose turn it is, made anew for a bucket that it cannot hold."""
-        while len(self._buffers) <= turn:
-            self._buffers.append(SharedBuffer.allocate(self._bucket_bytes, flat.device))
-        if self._buffers[turn].flat.numel() < flat.numel():
-            self._buffers[turn] = SharedBuffer.allocate(flat.numel(), flat.device)
-        return self._buffers[turn]
+    async def _fill(
+        self, turn: int, devices: set[torch.device], flat: torch.Tensor
+    ) -> Mapping[torch.device, SharedBuffer]:
+        """Copy `flat` into the buffer of each device whose turn it is."""
+        filled = {device: self._buffer(turn, device, flat.numel()) for device in devices}
+        for buffer in filled.values():
+            buffer.flat[: flat.numel()].copy_(flat, non_blocking=flat.is_cuda)
+        for buffer in filled.values():
+            if buffer.flat.is_cuda:
+                await asyncio.to_thread(torch.cuda.synchronize, buffer.flat.device)
+        return filled
+
+    def _buffer(self, turn: int, device: torch.device, nbytes: int) -> SharedBuffer:
+        """The buffer of a device whose turn it is, made anew where it cannot hold `nbytes`."""
+        buffer = self._buffers.get((device, turn))
+        if buffer is None or buffer.flat.numel() < nbytes:
+            buffer = SharedBuffer.allocate(max(nbytes, self._bucket_bytes), device)
+            self._buffers[device, turn] = buffer
+        return buffer
