@@ -180,7 +180,7 @@ class TrainingRun:
     async def run(self, stop: StopRequest) -> None:
         """Go through the steps that are left, then save the model and the summary."""
         self._say_what_starts()
-        async with self._sampler:
+        async with self._started():
             await self._push_weights()
             self._sampler.engine.stats()  # what came before the first step is no step's
             if self._config.train.eval_on_start and self._state.step == 0:
@@ -202,6 +202,19 @@ class TrainingRun:
             with write_atomically(self._run.adapter) as folder:
                 self._learner.save_adapter(folder)
         self._write_summary()
+
+    @asynccontextmanager
+    async def _started(self) -> AsyncIterator[None]:
+        """The engine runs in this block. Where it shares GPUs with the learner, it sees them empty
+        when it starts, since it takes a share of what is free, and then sleeps."""
+        shared = self._config.engine.enable_sleep
+        if shared:
+            self._learner.offload()
+        async with self._sampler:
+            if shared:
+                await self._sampler.engine.sleep(self._config.engine.sleep_level)
+                self._learner.reload()
+            yield
 
     def _say_what_starts(self) -> None:
         engine = self._config.engine
