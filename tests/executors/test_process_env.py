@@ -37,7 +37,7 @@ class Env(rl.AgentInstance):
         self.example = example
         return f"{os.getpid()} {random.random()}"
 
-    def step(self, action):
+    async def step(self, action):
         match self.example["does"]:
             case "crash":
                 ctypes.string_at(0)
@@ -53,6 +53,8 @@ class Env(rl.AgentInstance):
             case "start":
                 subprocess.Popen(["sleep", "600"])
                 return rl.StepResult(reward=1.0, done=True)
+            case "wait":
+                await asyncio.Event().wait()
             case "sleep":
                 time.sleep(600)
         return rl.StepResult(reward=1.0, done=True, metrics={"pid": os.getpid()})
@@ -65,7 +67,9 @@ class Env(rl.AgentInstance):
 
 def make_executor(tmp_path: Path, *, coroutines: bool = False, **rollout) -> MultiTurnExecutor:
     path = tmp_path / "agent.py"
-    path.write_text(AGENT.replace("def step", "async def step") if coroutines else AGENT)
+    path.write_text(
+        AGENT if coroutines else AGENT.replace("async def", "def").replace("await ", "")
+    )
     config = RolloutConfig(env_backend="process", **rollout)
     executor = load_agent(path).make_executor(config, DataConfig(), probe=False)
     assert isinstance(executor, MultiTurnExecutor)
@@ -148,6 +152,13 @@ async def test_a_process_that_hangs_is_killed_while_others_go_on(tmp_path: Path,
     assert len(closed(tmp_path)) == 2
 
 
+async def test_a_coroutine_that_hangs_is_cancelled_and_closed(tmp_path: Path) -> None:
+    executor = make_executor(tmp_path, coroutines=True, max_retries=0, step_timeout=0.3)
+    result = await run(executor, tmp_path, "play", "wait")
+    assert result.num_failed == {StopReason.TIMEOUT: 1}
+    assert len(closed(tmp_path)) == 2
+
+
 async def test_what_an_environment_started_ends_with_its_process(tmp_path: Path) -> None:
     result = await run(make_executor(tmp_path), tmp_path, "start", "play")
     assert result.num_completed == 2  # and `run` has found no process
@@ -161,11 +172,13 @@ async def test_processes_are_forked_anew_when_the_one_they_come_from_was_killed(
     first = executor.runner("first")
     await first.build()
     (nursery,) = psutil.Process().children()
+    (child,) = nursery.children()
     nursery.kill()
+    while alive(child):
+        time.sleep(0.005)
     with pytest.raises(AgentError, match="process was ended by SIGKILL during reset"):
         await first.reset({"does": "play"})
     await first.close()
-    nursery.wait(10)
     second = executor.runner("second")
     await second.build()
     assert "0." in await second.reset({"does": "play", "log": str(tmp_path / "closed")})

@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.errors import AgentError
 from agentrl.executors.base import AgentInstance
-from agentrl.executors.process.frames import Outcome, receive, send
+from agentrl.executors.process.frames import CANCEL, Outcome, receive, send
 
 __all__ = ["serve"]
 
@@ -31,18 +31,32 @@ def serve(connection: socket.socket, instance_class: type[AgentInstance]) -> Non
         asyncio.run(_serve_on_loop(connection, instance))
         return
     while (call := receive(connection)) is not None:
-        _answer(connection, _call(instance, *call))
+        if call != CANCEL:  # the call that was meant has returned by now
+            _answer(connection, _call(instance, *call))
 
 
 async def _serve_on_loop(connection: socket.socket, instance: AgentInstance) -> None:
+    current: asyncio.Task[None] | None = None
     while (call := await asyncio.to_thread(receive, connection)) is not None:
-        outcome = _call(instance, *call)
-        if inspect.isawaitable(outcome.value):
-            try:
-                outcome = Outcome(await outcome.value)
-            except BaseException as error:  # noqa: BLE001 - raised where the call came from
-                outcome = Outcome.failed(error)
-        _answer(connection, outcome)
+        if call == CANCEL:
+            if current is not None:
+                current.cancel()
+            continue
+        if current is not None:
+            await asyncio.wait({current})
+        current = asyncio.create_task(_answer_on_loop(connection, instance, call))
+
+
+async def _answer_on_loop(
+    connection: socket.socket, instance: AgentInstance, call: tuple[str, tuple[Any, ...]]
+) -> None:
+    outcome = _call(instance, *call)
+    if inspect.isawaitable(outcome.value):
+        try:
+            outcome = Outcome(await outcome.value)
+        except BaseException as error:  # noqa: BLE001 - raised where the call came from
+            outcome = Outcome.failed(error)
+    _answer(connection, outcome)
 
 
 def _call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:

@@ -1,30 +1,34 @@
 """What travels between agentrl and the process of an environment: pickled values, length first.
 
-A call is `(method, arguments)`. The answer is an `Outcome`. Both sides run the same code for the
-same user, so that pickle gives away nothing.
+A call is `(method, arguments)`. The answer is an `Outcome`. `CANCEL` asks to cancel the call that
+is running, as far as a coroutine can be; it is answered like any other. Both sides run the same
+code for the same user, so that pickle gives away nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import socket
 import struct
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import AgentError
 
 __all__ = [
+    "CANCEL",
     "MESSAGE_BYTES",
     "Outcome",
     "RemoteTraceback",
     "receive",
-    "receive_from",
     "send",
+    "take_frames",
     "to_bytes",
 ]
+
+CANCEL = "cancel"
 
 MESSAGE_BYTES = 1 << 16
 """No message of the control socket is longer."""
@@ -97,15 +101,15 @@ def receive(connection: socket.socket) -> Any:
     return None if body is None else pickle.loads(body)
 
 
-async def receive_from(reader: asyncio.StreamReader) -> Any:
-    """The next frame of a stream.
-
-    Raises:
-        EOFError: the stream ended (`asyncio.IncompleteReadError`).
-        OSError: it broke.
-    """
-    head = await reader.readexactly(_LENGTH.size)
-    return pickle.loads(await reader.readexactly(_LENGTH.unpack(head)[0]))
+def take_frames(received: bytearray) -> Iterator[Any]:
+    """The frames that `received` begins with; they are removed from it."""
+    while len(received) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+        if len(received) < end:
+            return
+        body = bytes(received[_LENGTH.size : end])
+        del received[:end]
+        yield pickle.loads(body)
 
 
 def _read(connection: socket.socket, size: int) -> bytes | None:

@@ -14,13 +14,12 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentrl.config import DataConfig, RolloutConfig
 from agentrl.errors import AgentError
-from agentrl.executors.process.frames import MESSAGE_BYTES, Outcome, receive_from, to_bytes
+from agentrl.executors.process.frames import CANCEL, MESSAGE_BYTES, Outcome, take_frames, to_bytes
 
 __all__ = ["EnvProcess", "ProcessHost"]
 
@@ -30,33 +29,33 @@ START_SECONDS = 60.0
 END_SECONDS = 5.0
 """How long the end of a process may take to be known, once its connection has ended."""
 
+MOST_FORKS = 16
+"""Ordered at once: the nursery makes them one after another, and its socket holds few messages."""
 
-class EnvProcess:
+RETRY_SECONDS = 0.05
+"""After which an order is given again that the socket had no room for."""
+
+
+class EnvProcess(asyncio.Protocol):
     """One process, with its connection.
+
+    Not a stream that a task reads: where all tasks are cancelled at once, as at the end of an event
+    loop, `close` must still be answered.
 
     Attributes:
         number: by which the nursery knows it.
-        pid: its id.
         ended: its exit status, as `os.waitpid` gives it, once it has one.
     """
 
-    def __init__(
-        self,
-        number: int,
-        pid: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        ended: asyncio.Future[int],
-    ) -> None:
-        self.number, self.pid, self.ended = number, pid, ended
-        self._writer = writer
+    def __init__(self, number: int, ended: asyncio.Future[int]) -> None:
+        self.number, self.ended = number, ended
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
         self._answers: deque[asyncio.Future[Outcome]] = deque()
-        # A task of its own: a call that is given up in the middle of its answer must not leave the
-        # rest of it to the next one.
-        self._listening = asyncio.create_task(self._listen(reader))
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the instance, after the calls before it.
+        """Call a method of the instance, after the calls before it. Cancelling this cancels the
+        call there, if it is a coroutine's.
 
         Raises:
             AgentError: the process ended before it answered, or something cannot travel.
@@ -64,14 +63,17 @@ class EnvProcess:
         """
         frame = to_bytes((method, arguments))
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._answers.append(answer)
         try:
-            if self._listening.done():
+            if self._transport is None or self._transport.is_closing():
                 raise EOFError
-            self._writer.write(frame)
-            await self._writer.drain()
+            self._answers.append(answer)
+            self._transport.write(frame)
             outcome = await answer
-        except (EOFError, OSError) as error:
+        except asyncio.CancelledError:
+            if self._transport is not None:
+                self._transport.write(to_bytes(CANCEL))
+            raise
+        except EOFError as error:
             raise AgentError(
                 f"the environment's process {await self._how_it_ended()} during {method}"
             ) from error
@@ -79,18 +81,27 @@ class EnvProcess:
 
     def hang_up(self) -> None:
         """Close the connection, so that the process ends when its calls have returned."""
-        self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                outcome = await receive_from(reader)
-                if not (answer := self._answers.popleft()).done():
-                    answer.set_result(outcome)
-        except (EOFError, OSError) as error:
-            for answer in self._answers:
-                if not answer.done():
-                    answer.set_exception(error)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The process is forked."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Give the answers that are whole to those who wait."""
+        self._received += data
+        for outcome in take_frames(self._received):
+            # One who gave up waits no more, but the answer is to that call all the same.
+            if not (answer := self._answers.popleft()).done():
+                answer.set_result(outcome)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No other answer will come."""
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(EOFError())
 
     async def _how_it_ended(self) -> str:
         done, _ = await asyncio.wait({self.ended}, timeout=END_SECONDS)
@@ -169,11 +180,12 @@ class _NurseryLink:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process, self._control = process, control
         self._loop = asyncio.get_running_loop()
-        self._forked: dict[int, asyncio.Future[int]] = {}
-        """Processes that are being forked: their ids to come."""
+        self._forked: dict[int, asyncio.Future[None]] = {}
+        """Processes that are being forked."""
         self._ended: dict[int, asyncio.Future[int]] = {}
         """Living processes: their exit status to come."""
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._few = asyncio.Semaphore(MOST_FORKS)
         self.closed = False
         self._loop.add_reader(control, self._hear)
 
@@ -199,29 +211,45 @@ class _NurseryLink:
     async def fork(self, number: int) -> EnvProcess:
         """Fork a process for one instance; raises `AgentError` when the nursery is gone."""
         ours, theirs = socket.socketpair()
+        ended = self._loop.create_future()
+        try:
+            async with self._few:
+                await self._order_fork(number, theirs, ended)
+        except OSError as error:
+            ours.close()
+            raise AgentError(f"no process could be forked ({error}): try again") from error
+        except BaseException:
+            ours.close()
+            raise
+        _, process = await self._loop.create_unix_connection(
+            lambda: EnvProcess(number, ended), sock=ours
+        )
+        return process
+
+    async def _order_fork(
+        self, number: int, theirs: socket.socket, ended: asyncio.Future[int]
+    ) -> None:
         forked = self._forked[number] = self._loop.create_future()
-        ended = self._ended[number] = self._loop.create_future()
         try:
             with theirs:
                 socket.send_fds(
                     self._control, [json.dumps({"fork": number}).encode()], [theirs.fileno()]
                 )
-            pid = await forked
-        except (OSError, asyncio.CancelledError) as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise AgentError(f"no process could be forked ({error}): try again") from error
-            raise
+            self._ended[number] = ended
+            await forked
         finally:
-            self._forked.pop(number, None)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return EnvProcess(number, pid, reader, writer, ended)
+            del self._forked[number]
 
     def kill(self, number: int) -> None:
         """End a process, if it has not ended yet."""
-        if number in self._ended:
-            with suppress(OSError):  # the nursery is gone, and with it all processes
-                self._control.send(json.dumps({"kill": number}).encode())
+        if number not in self._ended:
+            return
+        try:
+            self._control.send(json.dumps({"kill": number}).encode())
+        except BlockingIOError:  # it has much to do
+            self._loop.call_later(RETRY_SECONDS, self.kill, number)
+        except OSError:
+            pass  # it is gone, and with it all processes
 
     async def close(self) -> None:
         """Close the socket, upon which the nursery ends all processes and itself."""
@@ -239,16 +267,18 @@ class _NurseryLink:
         if not message:
             self._lose("ended")
             return
-        said = json.loads(message)
-        if "failed" in said and not self._ready.done():
-            self._ready.set_exception(AgentError(said["failed"]))
-        elif "ready" in said and not self._ready.done():
-            self._ready.set_result(None)
-        elif "pid" in said:
-            if (forked := self._forked.get(said["n"])) is not None and not forked.done():
-                forked.set_result(said["pid"])
-        elif (ended := self._ended.pop(said["n"], None)) is not None:
-            ended.set_result(said["status"])
+        match json.loads(message):
+            case {"failed": why}:
+                if not self._ready.done():
+                    self._ready.set_exception(AgentError(why))
+            case {"ready": _}:
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case {"forked": number}:
+                if (forked := self._forked.get(number)) is not None and not forked.done():
+                    forked.set_result(None)
+            case {"ended": number, "status": status}:
+                self._ended.pop(number).set_result(status)
 
     def _lose(self, how: str) -> None:
         """Nothing more will be heard."""

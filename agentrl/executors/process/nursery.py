@@ -5,9 +5,9 @@
 FD is its end of a control socket (`SOCK_SEQPACKET`, a JSON object a message). The first message is
 the recipe of the instances; the answer is `{"ready": true}`, or `{"failed": why}`. Then:
 
-    {"fork": n} with a socket     a process for an instance is forked; answered {"n": n, "pid": p}
+    {"fork": n} with a socket     a process for an instance is forked; answered {"forked": n}
     {"kill": n}                   that process is ended
-    {"n": n, "status": s}         said when one has ended; s as from `os.waitpid`
+    {"ended": n, "status": s}     said when one has ended; s as from `os.waitpid`
 
 It is single-threaded and has no event loop, so that forking is safe, and forking costs milliseconds
 because what was imported is shared. Each process leads a process group, which ends with it. When
@@ -119,7 +119,7 @@ class _Nursery:
         with suppress(OSError):  # it has ended already, or did this itself
             os.setpgid(pid, pid)
         self._pids[number] = pid
-        self._say({"n": number, "pid": pid})
+        self._say({"forked": number})
 
     def _become_environment(self, connection: socket.socket) -> None:
         """In the new process: never returns."""
@@ -155,7 +155,7 @@ class _Nursery:
             _, status = os.waitpid(ended.si_pid, 0)
             if number is not None:
                 del self._pids[number]
-                self._say({"n": number, "status": status})
+                self._say({"ended": number, "status": status})
 
     def _say(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # nobody listens any more: the next read says so

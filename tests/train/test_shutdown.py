@@ -1,0 +1,95 @@
+"""Ctrl-C with rollouts ahead of training: every instance is closed, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import whole_runs
+
+FAKE = Path(__file__).parents[1] / "engines" / "fake"
+AGENT = """
+import asyncio
+import agentrl as rl
+
+def note(what):
+    with open({log!r}, "a") as log:
+        print(what, file=log)
+
+def examples(split):
+    return [{{"id": 0}}]
+
+class Agent(rl.AgentInstance):
+    async def reset(self, example):
+        note("begun")
+        return "go"
+
+    async def step(self, action):
+        await asyncio.sleep({seconds})
+        return rl.StepResult(reward=float(len(action.text)), done=True)
+
+    async def close(self):
+        note("closed")
+"""
+
+
+def noted(log: Path) -> list[str]:
+    return log.read_text().split() if log.exists() else []
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("backend", "signals", "seconds"), [("thread", 1, 0.1), ("process", 2, 600)]
+)
+def test_nothing_is_left_open_or_running_after_ctrl_c(
+    tmp_path: Path, backend: str, signals: int, seconds: float
+) -> None:
+    agent, log, run_dir = tmp_path / "agent.py", tmp_path / "log", tmp_path / "run"
+    agent.write_text(AGENT.format(log=str(log), seconds=seconds))
+    process = whole_runs.start(
+        [
+            *("-m", "agentrl", "train", "--agent", str(agent), "--log.run_dir", str(run_dir)),
+            *("--engine.kind", "vllm", "--engine.transport", "gloo"),
+            *("--engine.env", json.dumps({"PYTHONPATH": str(FAKE)})),
+            *("--engine.extra", json.dumps({"token_seconds": 0.01})),
+            *("--train.max_staleness", "1", "--algo.correction.kind", "tis"),
+            *("--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "2"),
+            *("--rollout.max_new_tokens", "3", "--rollout.max_tokens", "160"),
+            *("--rollout.env_backend", backend, "--train.max_steps", "1000"),
+        ]
+    )
+    if signals == 1:
+        whole_runs.wait_for_step(run_dir, 1, process)
+    else:  # all that may run wait in a step that does not end: two batches of four episodes
+        while noted(log).count("begun") < 8:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family
+    for _ in range(signals):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert ("go on with --resume" in err) == (signals == 1)
+    notes = noted(log)
+    begun = notes.count("begun") + (backend == "process")  # the probe's instance, never reset
+    if signals == 1:
+        assert any((run_dir / "checkpoints").iterdir())
+    assert notes.count("closed") - begun in (0, 1)
+    deadline = time.monotonic() + 30
+    while any(alive(each) for each in family):
+        assert time.monotonic() < deadline, "a process outlived the run"
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{process.pid}")
