@@ -109,6 +109,13 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+def wait_for_end(*processes: psutil.Process) -> None:
+    deadline = time.monotonic() + 60
+    while any(alive(each) for each in processes):
+        assert time.monotonic() < deadline, "a process did not end"
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("coroutines", [False, True])
 async def test_every_episode_has_a_fresh_process_that_is_closed_and_ended(
     tmp_path: Path, coroutines: bool
@@ -174,8 +181,7 @@ async def test_processes_are_forked_anew_when_the_one_they_come_from_was_killed(
     (nursery,) = psutil.Process().children()
     (child,) = nursery.children()
     nursery.kill()
-    while alive(child):
-        time.sleep(0.005)
+    wait_for_end(child)
     with pytest.raises(AgentError, match="process was ended by SIGKILL during reset"):
         await first.reset({"does": "play"})
     await first.close()
@@ -223,10 +229,7 @@ def test_nothing_outlives_agentrl_when_it_is_killed(tmp_path: Path) -> None:
         below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(alive(each) for each in below):
-        assert time.monotonic() < deadline, "a process outlived agentrl"
-        time.sleep(0.01)
+    wait_for_end(*below)
 
 
 def test_the_whole_loop_of_an_episode_cannot_run_in_a_process(tmp_path: Path) -> None:
