@@ -168,6 +168,7 @@ async def test_no_more_is_sampled_than_the_run_needs() -> None:
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 5])
 async def test_every_group_is_in_one_batch_and_none_is_too_old(max_staleness: int) -> None:
+    """OpenRLHF#1320: the tail of what was sampled beyond a batch was cleared."""
     order = random.Random(max_staleness)
     begun: dict[str, int] = {}
     version = 0
@@ -253,6 +254,7 @@ async def test_a_group_that_is_too_old_as_a_whole_is_replaced() -> None:
 
 
 async def test_finished_groups_go_through_a_checkpoint_in_their_order(tmp_path: Path) -> None:
+    """OpenRLHF#1322: what was sampled and in no batch yet was lost on resume."""
     sampling = Sampling()
     ahead = sampling.ahead(max_staleness=2)
     batch = asyncio.create_task(ahead.next_batch(0, steps_left=10))

@@ -11,6 +11,8 @@ from learner_parts import make_config, trajectory
 from whole_runs import assert_same_run, command, metrics_of, run, start, wait_for_step
 
 from agentrl.config import AlgoConfig, RolloutConfig
+from agentrl.cursor import ExampleCursor
+from agentrl.data import Examples
 from agentrl.executors.groups import RolloutGroup, RolloutResult
 from agentrl.train.refill import merge_rollouts, sample_until_full
 from agentrl.train.selection import select_episodes
@@ -88,6 +90,26 @@ def test_a_group_that_was_dropped_is_replaced_until_nothing_succeeds():
     assert sampling.asked == [3, 2]  # the second round gave nothing: no third
     assert [group.group_id for group in result.groups] == ["a"]
     assert "only 1 of 3 groups have 1 scored episodes" in result.warnings["refills"]
+
+
+def test_the_end_of_the_data_throws_no_accepted_group_away():
+    """OpenRLHF#1310: groups accepted before the loader ended were thrown away with the batch."""
+    cursor = ExampleCursor(Examples([{"id": n} for n in range(3)], source="x"), seed=0)
+    drawn: list[str] = []
+
+    async def sample(count: int) -> RolloutResult:
+        requests = cursor.next_groups(count, 2)
+        drawn.extend(request.example_id for request in requests)
+        # Of the first pass over the data, only one group has a spread.
+        rewards = {r.group_id: (0, int(int(r.group_id) in (1, 3, 4))) for r in requests}
+        return round_of(rewards)
+
+    rollout = RolloutConfig(batch_size=2, dynamic_sampling=True)
+    result = asyncio.run(sample_until_full(sample, rollout, AlgoConfig()))
+    trained = select_episodes(result.trajectories, AlgoConfig()).trained_groups
+    assert trained == {"00000001", "00000003"}  # the second is of the next pass
+    assert sorted(drawn[:3]) == ["0", "1", "2"]
+    assert len(drawn) == 4
 
 
 def test_rounds_add_up():
