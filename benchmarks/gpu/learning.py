@@ -1,7 +1,8 @@
 """Does it learn? A small chat model learns to use a calculator, with a real engine on one GPU.
 
 SmolLM2-135M-Instruct trains with GRPO on `two_part_arithmetic.py`. Learner and server share the
-GPU and take turns on it (`engine.enable_sleep`, level 2), weights travel by CUDA IPC. Printed and
+GPU and take turns on it (`engine.enable_sleep`, level 2), weights travel by CUDA IPC; with
+`--engine-gpu 1` the server has another GPU, and weights travel by NCCL. Printed and
 saved: accuracy on 512 held-out questions before, during and after with its standard error, the
 reward by step, how far the engine's log-probabilities lie from the learner's, and the same
 episodes' distance from the model in float32. With `--max-staleness 1` the server samples on while
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,10 +60,11 @@ def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
         # Releases that cannot hold requests over an update end them with their tokens so far.
         section["pause_mode"] = "abort"
     if torch.cuda.is_available():
-        section |= {"gpus": [0], "transport": "ipc"}
+        apart = arguments.engine_gpu != 0
+        section |= {"gpus": [arguments.engine_gpu], "transport": "nccl" if apart else "ipc"}
         section["extra"] = {k: v for k, v in OPTIONS[kind].items() if k != "load_format"}
         section["extra"][MEMORY_SHARE[kind]] = arguments.memory_share
-        if not arguments.max_staleness:
+        if not arguments.max_staleness and not apart:
             section |= {"enable_sleep": True, "sleep_level": 2}
     if arguments.options:
         section["extra"] = tomllib.loads(arguments.options.read_text())
@@ -169,6 +172,14 @@ def seconds_a_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
             for name in names}  # fmt: skip
 
 
+def wall_of_a_step(steps: Sequence[dict[str, float]]) -> float:
+    """Seconds of all phases, which follow each other, but for evaluations: the median."""
+    return statistics.median(
+        sum(value for name, value in row.items() if name.startswith("time/") and "eval" not in name)
+        for row in steps
+    )
+
+
 def engine_version(arguments: argparse.Namespace) -> str:
     """Of the server's package."""
     code = f"import importlib.metadata as m; print(m.version({arguments.engine!r}))"
@@ -196,6 +207,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     policies = (str(arguments.model), str(folder / "model"))
     return {
         "seconds": seconds,
+        "step_seconds": wall_of_a_step(steps),
         "held_out": evaluations,
         "rise_in_stderr": rise_in_stderr(evaluations[0], evaluations[-1]),
         "curve": curve(steps),
@@ -241,12 +253,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--groups", type=int, default=64, help="questions of a step")
     parser.add_argument("--members", type=int, default=8, help="samples of a question")
-    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=832, help="of an episode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--correction", help="algo.correction.kind; none, or tis with staleness")
+    parser.add_argument("--engine-gpu", type=int, default=0, help="the learner is on GPU 0")
     parser.add_argument("--memory-share", type=float, default=0.2, help="of the GPU, the server's")
     parser.add_argument("--options", type=Path, help="TOML with options of the server")
     parser.add_argument("--examples", type=int, help="use only so many, to try it out")

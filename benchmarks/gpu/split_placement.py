@@ -1,0 +1,143 @@
+"""A learner on GPU 0, a server on GPU 1: weights by `engine.transport` nccl, model by model.
+
+`two_gpus.py` starts it. For each shape: seconds of an update while the server has nothing to do and
+with requests in flight (`pause`: what those wait for); then whether the server says what the model
+on GPU 0 says: the share of greedy tokens that are the model's own first choice, and the mean
+absolute difference of log-probabilities. Servers start together, one after another is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from servers import OPTIONS, server_config
+from shapes import build_model
+from transformers import PreTrainedModel
+from weights import difference, make_peaked, timed
+
+from agentrl.config import Config
+from agentrl.engines.base import Engine, WeightSource
+from agentrl.engines.factory import make_engine
+from agentrl.types import SamplingParams
+
+PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 64, 24, 8
+LONG_PROMPT, LONG_ANSWER, IN_FLIGHT = 512, 512, 64
+GPU_SHARE = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.25}}
+QUICK_START = {"vllm": {"enforce_eager": True}, "sglang": {"disable_cuda_graph": True}}
+"""How fast a server samples is not measured here, so that it need not be prepared for that."""
+
+
+def config_for(arguments: argparse.Namespace, shape: str, folder: Path) -> Config:
+    """A server of one shape on the second GPU."""
+    options = {
+        k: v
+        for k, v in OPTIONS[arguments.engine].items()
+        if k not in ("compilation_config", "cuda_graph_bs_decode")
+    }
+    engine = {
+        "python": arguments.python,
+        "gpus": [1],
+        "max_num_seqs": 256,
+        "max_model_len": 2048,
+        "transport": "nccl",
+        "bucket_mb": arguments.bucket_mb,
+        "pause_mode": "abort",
+        "extra": options | GPU_SHARE[arguments.engine] | QUICK_START[arguments.engine],
+    }
+    return server_config(arguments.engine, shape, folder, engine=engine)
+
+
+async def greedy_agreement(engine: Engine, model: PreTrainedModel) -> float:
+    """Share of the engine's greedy tokens that are the model's first choice after the same ids."""
+    rng = np.random.default_rng(7)
+    params = SamplingParams(NEW_TOKENS, min_new_tokens=NEW_TOKENS, temperature=0, logprobs=False)
+    agreed = []
+    for _ in range(PROMPTS):
+        prompt = rng.integers(0, 150_000, PROMPT_TOKENS).tolist()
+        said = (await engine.generate(prompt, params)).token_ids.tolist()
+        ids = torch.tensor([prompt + said], device="cuda")
+        with torch.no_grad():
+            choices = model(ids).logits[0, PROMPT_TOKENS - 1 : -1].argmax(-1).tolist()
+        agreed += [own == token for own, token in zip(choices, said, strict=True)]
+    return float(np.mean(agreed))
+
+
+async def update_in_flight(engine: Engine, source: WeightSource) -> dict[str, float]:
+    """Seconds of an update that meets requests, and how many of those it ended early."""
+    rng = np.random.default_rng(8)
+    params = SamplingParams(LONG_ANSWER, min_new_tokens=LONG_ANSWER, logprobs=False)
+    prompts = [rng.integers(0, 150_000, LONG_PROMPT).tolist() for _ in range(IN_FLIGHT)]
+    requests = [asyncio.create_task(engine.generate(prompt, params)) for prompt in prompts]
+    await asyncio.sleep(1.0)
+    seconds = await timed(lambda: engine.update_weights(source))
+    answers = await asyncio.gather(*requests)
+    ended = sum(answer.finish_reason == "abort" for answer in answers)
+    return {"pause": seconds, "ended_early": float(ended)}
+
+
+async def measure(engine: Engine, shape: str, repeat: int) -> dict[str, Any]:
+    """Update one server, which runs, from a model of the same shape on GPU 0."""
+    model = build_model(shape).eval().requires_grad_(False)
+    make_peaked(model)
+    versions = iter(range(1, 1000))
+
+    def source() -> WeightSource:
+        return WeightSource(model.named_parameters, next(versions), live=True)
+
+    found: dict[str, Any] = {
+        "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "first_update": await timed(lambda: engine.update_weights(source())),
+    }
+    found["updates"] = [await timed(lambda: engine.update_weights(source())) for _ in range(repeat)]
+    found["update"] = statistics.median(found["updates"])
+    found |= await update_in_flight(engine, source())
+    found["greedy_agreement"] = await greedy_agreement(engine, model)
+    found["logprob_difference"] = await difference(engine, model, 3)
+    return found
+
+
+async def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Start a server for each shape, then measure one after another."""
+    engines: dict[str, Engine] = {}
+    for shape in arguments.shapes:
+        config = config_for(arguments, shape, folder / shape)
+        engines[shape] = make_engine(
+            config, run_dir=folder / shape, model_folder=Path(config.model.path)
+        )
+    found = {}
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for engine in engines.values():
+                starting.create_task(engine.start())
+        for shape, engine in engines.items():
+            found[shape] = await measure(engine, shape, arguments.repeat)
+            torch.cuda.empty_cache()
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines.values()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
+    parser.add_argument("--shapes", nargs="+", required=True)
+    parser.add_argument("--python", type=Path)
+    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        found = asyncio.run(measure_all(arguments, Path(name)))
+    arguments.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
