@@ -1,6 +1,6 @@
 # make install      .venv with agentrl
 # make quickstart   trains examples/agents/number_guess.py from random weights (SEED=n)
-# make test         every test but those marked engine, gpu or slow
+# make test         every test but those marked engine, gpu, ray or slow
 # make bench-gpu    the benchmarks that need a GPU; bench-two-gpus: those that need two
 # make test-engines the tests marked engine: real vLLM and SGLang servers on the CPU
 

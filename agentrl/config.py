@@ -120,10 +120,11 @@ class RolloutConfig(Section):
     tool_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "json"] = "auto"
     max_concurrency: PositiveInt = 256
     """Episodes in flight at once."""
-    env_backend: Literal["thread", "process"] = "thread"
+    env_backend: Literal["thread", "process", "ray"] = "thread"
     """Where an environment runs. `thread`: in this process, its plain methods in a thread of their
     own. `process`: in a process of its own, forked for each episode: one that crashes, hangs or
-    leaks takes nothing with it, and those that compute use all cores."""
+    leaks takes nothing with it, and those that compute use all cores. `ray`: in an actor of its own
+    somewhere on a Ray cluster, which starts in a second rather than in milliseconds."""
     reset_timeout: PositiveFloat = 60.0
     """Seconds."""
     step_timeout: PositiveFloat = 60.0

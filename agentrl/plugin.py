@@ -27,6 +27,7 @@ from agentrl.executors.base import AgentExecutor, AgentInstance
 
 if TYPE_CHECKING:
     from agentrl.executors.multi_turn import MultiTurnExecutor
+    from agentrl.executors.process.places import EnvHost
 
 __all__ = ["Agent", "blame_user_code", "load_agent"]
 
@@ -99,15 +100,13 @@ class Agent:
             with blame_user_code(self.path, f"building {self.name}"):
                 executor = self.agent_class()
                 executor.configure(rollout, data)
-        if rollout.env_backend == "process":
-            from agentrl.executors.process.host import ProcessHost
-
+        if rollout.env_backend != "thread":
             if not isinstance(executor, MultiTurnExecutor):
                 raise UsageError(
-                    f"rollout.env_backend process is for environments, and {self.name} in "
-                    f"{self.path} is the whole loop of an episode: set it to thread"
+                    f"rollout.env_backend {rollout.env_backend} is for environments, and "
+                    f"{self.name} in {self.path} is the whole loop of an episode: set it to thread"
                 )
-            executor.host = ProcessHost(self.path, rollout, data)
+            executor.host = self._make_host(rollout, data)
         if probe and isinstance(executor, MultiTurnExecutor):
             instance_class = executor.instance_class
             with (
@@ -117,6 +116,15 @@ class Agent:
             ):
                 thread.submit(event_loop.run, _build_and_close(executor)).result()
         return executor
+
+    def _make_host(self, rollout: RolloutConfig, data: DataConfig) -> EnvHost:
+        """What makes the processes of environments."""
+        from agentrl.executors.process.host import ProcessHost
+        from agentrl.executors.process.ray_host import RayHost
+        from agentrl.executors.process.recipe import Recipe
+
+        recipe = Recipe.of(self.path, rollout, data)
+        return RayHost(recipe) if rollout.env_backend == "ray" else ProcessHost(recipe)
 
     def _instance_class(self, data: DataConfig) -> type[AgentInstance]:
         """The environment, reading the prompt where this run has it."""

@@ -18,7 +18,7 @@ from agentrl.executors.close_faults import CloseFaults
 from agentrl.executors.instance import InstanceRunner
 from agentrl.executors.llm import LLM
 from agentrl.executors.normalize import as_observation, as_step_result
-from agentrl.executors.process.host import ProcessHost
+from agentrl.executors.process.places import EnvHost
 from agentrl.executors.process.runner import ProcessRunner
 from agentrl.types import Action, Example, Observation, StepResult, StopReason, Trajectory
 
@@ -62,7 +62,7 @@ class MultiTurnExecutor(AgentExecutor):
         self.instance_class = instance_class
         self.rollout = rollout
         self.close_faults = CloseFaults()
-        self.host: ProcessHost | None = None
+        self.host: EnvHost | None = None
 
     def configure(self, rollout: RolloutConfig, data: DataConfig) -> None:
         """Take the run's limits."""

@@ -14,52 +14,46 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.errors import AgentError
 from agentrl.executors.base import AgentInstance
-from agentrl.executors.process.frames import CANCEL, Outcome, receive, send
+from agentrl.executors.process.frames import CANCEL, Outcome, receive
 
-__all__ = ["serve"]
+__all__ = ["METHODS", "call", "call_on_loop", "serve"]
 
-_METHODS = ("__init__", "reset", "step", "close")
+METHODS = ("__init__", "reset", "step", "close")
 
 
 def serve(connection: socket.socket, instance_class: type[AgentInstance]) -> None:
     """Answer calls until there are no more."""
     _reseed()
     instance = instance_class.__new__(instance_class)
-    if any(inspect.iscoroutinefunction(getattr(instance_class, name)) for name in _METHODS):
+    if any(inspect.iscoroutinefunction(getattr(instance_class, name)) for name in METHODS):
         asyncio.run(_serve_on_loop(connection, instance))
         return
-    while (call := receive(connection)) is not None:
-        if call != CANCEL:  # the call that was meant has returned by now
-            _answer(connection, _call(instance, *call))
+    while (frame := receive(connection)) is not None:
+        if frame != CANCEL:  # the call that was meant has returned by now
+            connection.sendall(call(instance, *frame).to_bytes())
 
 
 async def _serve_on_loop(connection: socket.socket, instance: AgentInstance) -> None:
     current: asyncio.Task[None] | None = None
-    while (call := await asyncio.to_thread(receive, connection)) is not None:
-        if call == CANCEL:
+    while (frame := await asyncio.to_thread(receive, connection)) is not None:
+        if frame == CANCEL:
             if current is not None:
                 current.cancel()
             continue
         if current is not None:
             await asyncio.wait({current})
-        current = asyncio.create_task(_answer_on_loop(connection, instance, call))
+        current = asyncio.create_task(_answer_on_loop(connection, instance, *frame))
 
 
 async def _answer_on_loop(
-    connection: socket.socket, instance: AgentInstance, call: tuple[str, tuple[Any, ...]]
+    connection: socket.socket, instance: AgentInstance, method: str, arguments: tuple[Any, ...]
 ) -> None:
-    outcome = _call(instance, *call)
-    if inspect.isawaitable(outcome.value):
-        try:
-            outcome = Outcome(await outcome.value)
-        except BaseException as error:  # noqa: BLE001 - raised where the call came from
-            outcome = Outcome.failed(error)
-    _answer(connection, outcome)
+    connection.sendall((await call_on_loop(instance, method, arguments)).to_bytes())
 
 
-def _call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
+def call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
+    """Call a method; what came of it."""
     function: Callable[..., Any] = getattr(instance, method)
     try:
         return Outcome(function(*arguments))
@@ -67,11 +61,15 @@ def _call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> O
         return Outcome.failed(error)
 
 
-def _answer(connection: socket.socket, outcome: Outcome) -> None:
+async def call_on_loop(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
+    """Call a method, and await what it returns if that can be awaited."""
+    outcome = call(instance, method, arguments)
+    if not inspect.isawaitable(outcome.value):
+        return outcome
     try:
-        send(connection, outcome)
-    except AgentError as error:
-        send(connection, Outcome.failed(error))
+        return Outcome(await outcome.value)
+    except BaseException as error:  # noqa: BLE001 - raised where the call came from
+        return Outcome.failed(error)
 
 
 def _reseed() -> None:

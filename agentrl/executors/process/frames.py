@@ -23,7 +23,6 @@ __all__ = [
     "Outcome",
     "RemoteTraceback",
     "receive",
-    "send",
     "take_frames",
     "to_bytes",
 ]
@@ -64,6 +63,13 @@ class Outcome:
             )
         return cls(error=error, traceback=text)
 
+    def to_bytes(self) -> bytes:
+        """One frame: of the outcome, or of why its value cannot travel."""
+        try:
+            return to_bytes(self)
+        except AgentError as error:
+            return to_bytes(Outcome.failed(error))
+
     def result(self) -> Any:
         """The value; raises the exception, with the traceback there as its cause."""
         if self.error is not None:
@@ -85,11 +91,6 @@ def to_bytes(value: object) -> bytes:
             "set rollout.env_backend thread"
         ) from error
     return _LENGTH.pack(len(body)) + body
-
-
-def send(connection: socket.socket, value: object) -> None:
-    """Send one frame; raises as `to_bytes` does, and OSError where nobody reads any more."""
-    connection.sendall(to_bytes(value))
 
 
 def receive(connection: socket.socket) -> Any:

@@ -14,12 +14,15 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from agentrl.config import DataConfig, RolloutConfig
 from agentrl.errors import AgentError
 from agentrl.executors.process.frames import CANCEL, MESSAGE_BYTES, Outcome, take_frames, to_bytes
+from agentrl.executors.process.places import EnvHost, EnvPlace
+from agentrl.executors.process.recipe import Recipe
 
 __all__ = ["EnvProcess", "ProcessHost"]
 
@@ -36,31 +39,24 @@ RETRY_SECONDS = 0.05
 """After which an order is given again that the socket had no room for."""
 
 
-class EnvProcess(asyncio.Protocol):
+class EnvProcess(asyncio.Protocol, EnvPlace):
     """One process, with its connection.
 
     Not a stream that a task reads: where all tasks are cancelled at once, as at the end of an event
     loop, `close` must still be answered.
 
     Attributes:
-        number: by which the nursery knows it.
         ended: its exit status, as `os.waitpid` gives it, once it has one.
     """
 
-    def __init__(self, number: int, ended: asyncio.Future[int]) -> None:
-        self.number, self.ended = number, ended
+    def __init__(self, ended: asyncio.Future[int], kill: Callable[[], None]) -> None:
+        self.ended, self._kill = ended, kill
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._answers: deque[asyncio.Future[Outcome]] = deque()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the instance, after the calls before it. Cancelling this cancels the
-        call there, if it is a coroutine's.
-
-        Raises:
-            AgentError: the process ended before it answered, or something cannot travel.
-            Exception: whatever the method raised.
-        """
+        """As `EnvPlace.call` says."""
         frame = to_bytes((method, arguments))
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         try:
@@ -79,10 +75,16 @@ class EnvProcess(asyncio.Protocol):
             ) from error
         return outcome.result()
 
-    def hang_up(self) -> None:
-        """Close the connection, so that the process ends when its calls have returned."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return self.ended.done()
+
+    def kill(self) -> None:
+        """End it and what it started."""
         if self._transport is not None:
             self._transport.close()
+        self._kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The process is forked."""
@@ -113,24 +115,15 @@ class EnvProcess(asyncio.Protocol):
         return f"ended with status {code}"
 
 
-class ProcessHost:
-    """Forks and ends the processes of one agent's environments.
+class ProcessHost(EnvHost):
+    """Forks and ends the processes of one agent's environments."""
 
-    Args:
-        agent: the agent's file.
-        rollout, data: settings that the executor takes.
-    """
-
-    def __init__(self, agent: Path, rollout: RolloutConfig, data: DataConfig) -> None:
-        self._recipe = {
-            "agent": str(agent),
-            "rollout": rollout.model_dump_json(),
-            "data": data.model_dump_json(),
-        }
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self._recipe = recipe
         self._numbers = itertools.count()
         self._nursery: _NurseryLink | None = None
         self._starting = asyncio.Lock()
-        self._retiring: set[asyncio.Task[None]] = set()
 
     async def fork(self) -> EnvProcess:
         """A new process, in which no instance is built yet.
@@ -143,35 +136,12 @@ class ProcessHost:
                 self._nursery = await _NurseryLink.start(self._recipe)
         return await self._nursery.fork(next(self._numbers))
 
-    def retire(self, process: EnvProcess, seconds: float) -> None:
-        """End a process whose call did not return: `close` follows it if it returns within
-        `seconds`, else the process is killed. Returns at once."""
-        task = asyncio.create_task(self._retire(process, seconds))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-
-    def kill(self, process: EnvProcess) -> None:
-        """End a process and what it started, now."""
-        process.hang_up()
-        if self._nursery is not None:
-            self._nursery.kill(process.number)
-
     async def close(self) -> None:
         """End all processes; nothing of them is left when this returns."""
-        if self._retiring:
-            await asyncio.wait(self._retiring)
+        await super().close()
         if self._nursery is not None:
             await self._nursery.close()
             self._nursery = None
-
-    async def _retire(self, process: EnvProcess, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await process.call("close")
-        except Exception:  # noqa: BLE001 - the episode has failed already, for another reason
-            pass
-        finally:
-            self.kill(process)
 
 
 class _NurseryLink:
@@ -190,10 +160,10 @@ class _NurseryLink:
         self._loop.add_reader(control, self._hear)
 
     @classmethod
-    async def start(cls, recipe: dict[str, str]) -> _NurseryLink:
+    async def start(cls, recipe: Recipe) -> _NurseryLink:
         """Start it, and wait until the agent's file is loaded."""
         link = cls(*_spawn())
-        link._control.send(json.dumps(recipe).encode())
+        link._control.send(json.dumps(asdict(recipe)).encode())
         try:
             async with asyncio.timeout(START_SECONDS):
                 await link._ready
@@ -222,7 +192,7 @@ class _NurseryLink:
             ours.close()
             raise
         _, process = await self._loop.create_unix_connection(
-            lambda: EnvProcess(number, ended), sock=ours
+            lambda: EnvProcess(ended, partial(self.kill, number)), sock=ours
         )
         return process
 

@@ -26,16 +26,13 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from agentrl.config import DataConfig, RolloutConfig
 from agentrl.errors import AgentRLError
 from agentrl.executors.base import AgentInstance
-from agentrl.executors.multi_turn import MultiTurnExecutor
 from agentrl.executors.process.child import serve
 from agentrl.executors.process.frames import MESSAGE_BYTES
-from agentrl.plugin import load_agent
+from agentrl.executors.process.recipe import Recipe
 
 __all__ = ["main"]
 
@@ -48,9 +45,9 @@ def main(descriptor: int) -> None:
     _die_with_parent()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    recipe = json.loads(control.recv(MESSAGE_BYTES))
+    recipe = Recipe(**json.loads(control.recv(MESSAGE_BYTES)))
     try:
-        instance_class = _instance_class(recipe)
+        instance_class = recipe.load()
     except AgentRLError as error:
         control.send(json.dumps({"failed": str(error)[: MESSAGE_BYTES // 2]}).encode())
         return
@@ -58,16 +55,6 @@ def main(descriptor: int) -> None:
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
     _Nursery(control, instance_class).run()
-
-
-def _instance_class(recipe: dict[str, Any]) -> type[AgentInstance]:
-    """Load the agent's file and find the environment as a run does."""
-    rollout = RolloutConfig.model_validate_json(recipe["rollout"])
-    data = DataConfig.model_validate_json(recipe["data"])
-    agent = load_agent(Path(recipe["agent"]))
-    executor = agent.make_executor(rollout, data, probe=False)
-    assert isinstance(executor, MultiTurnExecutor), "make_executor refuses others"
-    return executor.instance_class
 
 
 class _Nursery:

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.config import RolloutConfig
 from agentrl.executors.close_faults import CloseFaults
-from agentrl.executors.process.host import EnvProcess, ProcessHost
+from agentrl.executors.process.places import EnvHost, EnvPlace
 from agentrl.executors.timed_calls import TimedCalls
 from agentrl.types import Action
 
@@ -33,7 +33,7 @@ class ProcessRunner:
 
     def __init__(
         self,
-        host: ProcessHost,
+        host: EnvHost,
         class_name: str,
         rollout: RolloutConfig,
         *,
@@ -43,7 +43,7 @@ class ProcessRunner:
         self._host = host
         self._close_timeout = rollout.close_timeout
         self._calls = TimedCalls(class_name, rollout, name, close_faults)
-        self._process: EnvProcess | None = None
+        self._process: EnvPlace | None = None
         self._is_built = False
 
     @property
@@ -82,10 +82,10 @@ class ProcessRunner:
             self._host.retire(process, self._close_timeout)
             return
         try:
-            if self._is_built and not process.ended.done():
+            if self._is_built and not process.has_ended:
                 await self._calls.finish(asyncio.ensure_future(process.call("close")))
         finally:
-            self._host.kill(process)
+            process.kill()
 
     async def _build(self) -> None:
         self._process = await self._host.fork()
