@@ -28,6 +28,13 @@ __all__ = ["EngineServer", "free_port", "last_lines"]
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 0.25
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+"""What makes a process a rank of the learner. A server's own processes would take it for theirs,
+and under `TORCHELASTIC_USE_AGENT_STORE` each would wait for another to open their store."""
 _EXCEPTION = re.compile(r"\b\w+(Error|Exception): .*")
 STOP_SECONDS = supervisor.GRACE_SECONDS + 5.0
 
@@ -61,6 +68,15 @@ def first_error(path: Path, start: int = 0) -> str:
             if "WARNING" not in text and (found := _EXCEPTION.search(text)):
                 return found.group().strip()
     return ""
+
+
+def _plain_environment() -> dict[str, str]:
+    """This process's environment, as it would be if no torchrun had started it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 class EngineServer:
@@ -139,7 +155,7 @@ class EngineServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **self._env},
+                env={**_plain_environment(), **self._env},
                 start_new_session=True,
             )
         self._watcher = asyncio.create_task(self._watch(self._process))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -64,6 +65,21 @@ def processes(mark: str) -> list[psutil.Process]:
 
 async def none_left(mark: str) -> None:
     await asyncio.to_thread(psutil.wait_procs, processes(mark))
+
+
+async def test_a_server_of_one_rank_does_not_take_itself_for_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    told = "import os; print(sorted(os.environ), flush=True)" + HEALTHY
+    one = server(tmp_path, told, f"mark-rank-{os.getpid()}")
+    await one.start()
+    await one.stop()
+    seen = ast.literal_eval(one.log_path.read_text().splitlines()[0])
+    assert "PATH" in seen
+    assert not set(names) & set(seen)
 
 
 async def test_a_server_answers_at_its_url_until_it_is_stopped(tmp_path: Path) -> None:
