@@ -30,7 +30,11 @@ from agentrl.types import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 64, 24, 8
 LONG_PROMPT, LONG_ANSWER, IN_FLIGHT = 512, 512, 64
-GPU_SHARE = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.25}}
+GPU_SHARE = {
+    # Measured, the memory of one server would be mistaken for another's: they start together.
+    "vllm": {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 6 << 30},
+    "sglang": {"mem_fraction_static": 0.25},
+}
 QUICK_START = {"vllm": {"enforce_eager": True}, "sglang": {"disable_cuda_graph": True}}
 """How fast a server samples is not measured here, so that it need not be prepared for that."""
 
