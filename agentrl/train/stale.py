@@ -2,7 +2,8 @@
 
 Tokens are judged one by one when their batch is formed: those of a version below `oldest`, which is
 the version that is trained less `train.max_staleness`, are too old. With `train.stale` `wait` there
-are none, because the batch waits for what would become too old; see `ahead`.
+are none, because the batch waits for what would become too old (see `ahead`); should an engine
+report an older version all the same, its tokens are masked.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.config import TrainConfig
 from agentrl.executors.groups import RolloutGroup, RolloutResult
 from agentrl.types import Trajectory
 
-__all__ = ["drop_stale", "stale_metrics", "staleness_metrics"]
+__all__ = ["drop_stale", "oldest_trained", "stale_metrics", "staleness_metrics"]
+
+
+def oldest_trained(version: int, train: TrainConfig) -> int | None:
+    """The version before which no token gives a gradient in the update of `version`; None where
+    each one does, or where `drop_stale` has seen to it."""
+    if train.max_staleness == 0 or train.stale not in ("wait", "mask"):
+        return None
+    return version - train.max_staleness
 
 
 def drop_stale(result: RolloutResult, oldest: int, min_group_size: int) -> RolloutResult:
@@ -60,11 +70,11 @@ def stale_metrics(result: RolloutResult, oldest: int, what: str) -> dict[str, fl
         if scored:
             metrics["staleness/dropped_length"] = float(np.mean([t.num_sampled for t in scored]))
         return metrics
-    versions = _versions(result.trajectories)
-    if what == "wait" or len(versions) == 0:
+    is_stale = _versions(result.trajectories) < oldest
+    if len(is_stale) == 0 or (what == "wait" and not is_stale.any()):
         return {}
-    name = "masked" if what == "mask" else "kept"
-    return {f"staleness/{name}_share": float(np.mean(versions < oldest))}
+    name = "kept" if what == "keep" else "masked"
+    return {f"staleness/{name}_share": float(np.mean(is_stale))}
 
 
 def _oldest_version(trajectory: Trajectory) -> float:

@@ -22,6 +22,7 @@ from agentrl.train.optimizer import lr_scale
 from agentrl.train.preparation import estimate_advantages, score_samples
 from agentrl.train.selection import select_episodes
 from agentrl.train.shaping import shape_rewards
+from agentrl.train.stale import oldest_trained
 from agentrl.train.worker import SampleScores
 from agentrl.types import Trajectory
 
@@ -46,8 +47,7 @@ def policy_update(
     """
     trajectories, metrics = shape_rewards(trajectories, config.rollout)
     selection = select_episodes(trajectories, config.algo)
-    masks = config.train.stale == "mask"
-    oldest = step - config.train.max_staleness if masks else None
+    oldest = oldest_trained(step, config.train)
     samples = build_samples(trajectories, selection.trained, oldest=oldest)
     metrics |= selection.metrics()
     metrics["policy/tokens_trained"] = float(sum(sample.num_trained for sample in samples))

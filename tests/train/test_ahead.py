@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from agentrl.config import TrainConfig
 from agentrl.errors import EngineError
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult
 from agentrl.train.ahead import RolloutsAhead
 from agentrl.train.buffer import load_finished, save_finished
-from agentrl.train.stale import drop_stale, stale_metrics, staleness_metrics
+from agentrl.train.stale import drop_stale, oldest_trained, stale_metrics, staleness_metrics
 from agentrl.types import Sequence, StopReason, Trajectory, Turn
 
 
@@ -315,13 +316,25 @@ def test_episodes_with_a_token_that_is_too_old_leave_their_group() -> None:
 def test_what_is_done_about_old_tokens_is_in_the_metrics() -> None:
     episodes = (trajectory("g", [5, 6]), trajectory("g", [3, 4, 6]))
     group = RolloutResult((RolloutGroup("g", "g", episodes),), episodes, (), 2, {}, 0, 0, 1.0)
-    assert stale_metrics(group, 5, "wait") == {}
+    assert stale_metrics(group, 3, "wait") == {}
+    assert stale_metrics(group, 5, "wait") == {"staleness/masked_share": 0.4}
     assert stale_metrics(group, 5, "mask") == {"staleness/masked_share": 0.4}
     assert stale_metrics(group, 5, "keep") == {"staleness/kept_share": 0.4}
     assert stale_metrics(group, 5, "drop") == {
         "staleness/dropped_episodes": 1.0,
         "staleness/dropped_length": 3.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("stale", "max_staleness", "oldest"),
+    [("wait", 2, 5), ("mask", 1, 6), ("keep", 1, None), ("drop", 1, None), ("wait", 0, None)],
+)
+def test_which_tokens_give_no_gradient_for_their_age(
+    stale: str, max_staleness: int, oldest: int | None
+) -> None:
+    train = TrainConfig(stale=stale, max_staleness=max_staleness)
+    assert oldest_trained(7, train) == oldest
 
 
 def test_staleness_is_counted_in_tokens() -> None:
