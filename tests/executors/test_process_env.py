@@ -167,9 +167,12 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_closed(tmp_path: Path) ->
     assert len(closed(tmp_path)) == 2
 
 
-async def test_what_an_environment_started_ends_with_its_process(tmp_path: Path) -> None:
-    result = await run(make_executor(tmp_path), tmp_path, "start", "play")
-    assert result.num_completed == 2  # and `run` has found no process
+async def test_what_an_environment_started_ends_with_its_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = await run(make_executor(tmp_path), tmp_path, *["start"] * 20)
+    assert result.num_completed == 20  # and `run` has found no process
+    assert capfd.readouterr().err == ""
 
 
 async def test_processes_are_forked_anew_when_the_one_they_come_from_was_killed(

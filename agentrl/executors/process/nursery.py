@@ -88,7 +88,10 @@ class _Nursery:
 
     def _obey(self) -> bool:
         """Take one message; False when there are no more."""
-        message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+        except ConnectionResetError:  # it was closed with something of ours unread
+            return False
         if not message:
             return False
         order = json.loads(message)
