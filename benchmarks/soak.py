@@ -241,7 +241,7 @@ async def soak(episodes: int, rounds: int, minutes: float, concurrency: int) -> 
         raise RuntimeError(
             f"counted {dict(counts)} and {Env.closed} closed, must be {expected(episodes)}"
         )
-    warm = memory[len(memory) // 10]
+    warm = memory[max(len(memory) // 10, 1) - 1]
     return Result(
         episodes=episodes,
         seconds=seconds,
