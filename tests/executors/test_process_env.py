@@ -65,6 +65,17 @@ class Env(rl.AgentInstance):
 """
 
 
+LATER = """
+    def reset(self, example):
+        self.example = example
+        return self.later()
+
+    async def later(self):
+        await asyncio.sleep(0)
+        return "in a while"
+"""
+
+
 def make_executor(tmp_path: Path, *, coroutines: bool = False, **rollout) -> MultiTurnExecutor:
     path = tmp_path / "agent.py"
     path.write_text(
@@ -173,6 +184,18 @@ async def test_what_an_environment_started_ends_with_its_process(
     result = await run(make_executor(tmp_path), tmp_path, *["start"] * 20)
     assert result.num_completed == 20  # and `run` has found no process
     assert capfd.readouterr().err == ""
+
+
+async def test_a_plain_method_may_return_a_coroutine(tmp_path: Path) -> None:
+    executor = make_executor(tmp_path)
+    (tmp_path / "agent.py").write_text(
+        AGENT.replace("async def", "def").replace("await ", "") + LATER
+    )
+    runner = executor.runner("r")
+    await runner.build()
+    assert await runner.reset({"log": str(tmp_path / "closed")}) == "in a while"
+    await runner.close()
+    await executor.close()
 
 
 async def test_processes_are_forked_anew_when_the_one_they_come_from_was_killed(

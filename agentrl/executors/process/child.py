@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.executors.base import AgentInstance
 from agentrl.executors.process.frames import CANCEL, Outcome, receive
 
-__all__ = ["METHODS", "call", "call_on_loop", "serve"]
+__all__ = ["METHODS", "call_on_loop", "call_without_loop", "serve"]
 
 METHODS = ("__init__", "reset", "step", "close")
 
@@ -31,7 +31,7 @@ def serve(connection: socket.socket, instance_class: type[AgentInstance]) -> Non
         return
     while (frame := receive(connection)) is not None:
         if frame != CANCEL:  # the call that was meant has returned by now
-            connection.sendall(call(instance, *frame).to_bytes())
+            connection.sendall(call_without_loop(instance, *frame).to_bytes())
 
 
 async def _serve_on_loop(connection: socket.socket, instance: AgentInstance) -> None:
@@ -52,7 +52,7 @@ async def _answer_on_loop(
     connection.sendall((await call_on_loop(instance, method, arguments)).to_bytes())
 
 
-def call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
+def _call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
     """Call a method; what came of it."""
     function: Callable[..., Any] = getattr(instance, method)
     try:
@@ -61,11 +61,19 @@ def call(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Ou
         return Outcome.failed(error)
 
 
+def call_without_loop(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
+    """Call a method where no event loop runs; a coroutine that it returns gets one for itself."""
+    outcome = _call(instance, method, arguments)
+    return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome.value) else outcome
+
+
 async def call_on_loop(instance: AgentInstance, method: str, arguments: tuple[Any, ...]) -> Outcome:
     """Call a method, and await what it returns if that can be awaited."""
-    outcome = call(instance, method, arguments)
-    if not inspect.isawaitable(outcome.value):
-        return outcome
+    outcome = _call(instance, method, arguments)
+    return await _awaited(outcome) if inspect.isawaitable(outcome.value) else outcome
+
+
+async def _awaited(outcome: Outcome) -> Outcome:
     try:
         return Outcome(await outcome.value)
     except BaseException as error:  # noqa: BLE001 - raised where the call came from

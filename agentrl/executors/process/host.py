@@ -167,14 +167,13 @@ class _NurseryLink:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await link._ready
-        except TimeoutError as error:
+        except BaseException as error:
             await link.close()
-            raise AgentError(
-                f"the agent's file was not loaded in the environments' process within "
-                f"{START_SECONDS:g} s: make its import faster"
-            ) from error
-        except AgentError:
-            await link.close()
+            if isinstance(error, TimeoutError):
+                raise AgentError(
+                    "the agent's file was not loaded in the environments' process within "
+                    f"{START_SECONDS:g} s: make its import faster"
+                ) from error
             raise
         return link
 

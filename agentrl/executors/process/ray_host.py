@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from agentrl.errors import AgentError, DependencyError
-from agentrl.executors.process.child import METHODS, call, call_on_loop
+from agentrl.executors.process.child import METHODS, call_on_loop, call_without_loop
 from agentrl.executors.process.frames import Outcome, take_frames
 from agentrl.executors.process.places import EnvHost, EnvPlace
 from agentrl.executors.process.recipe import Recipe
@@ -31,7 +31,7 @@ class PlainActor:
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> bytes:
         """Call a method; its outcome, as a frame."""
-        return call(self._instance, method, arguments).to_bytes()
+        return call_without_loop(self._instance, method, arguments).to_bytes()
 
 
 class LoopActor(PlainActor):
