@@ -99,22 +99,6 @@ def test_the_sampler_and_the_learner_agree_on_log_probabilities(uninterrupted: P
         assert abs(line["mismatch/log_ratio_max"]) < 1e-4
 
 
-@pytest.mark.parametrize("at_step", [1, 3])
-def test_a_killed_run_resumes_to_the_same_bits(
-    uninterrupted: Path, tmp_path: Path, at_step: int
-) -> None:
-    run_dir = tmp_path / "run"
-    process = start(command(run_dir))
-    wait_for_step(run_dir, at_step, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (run_dir / "summary.json").exists()
-
-    status, _, err = run(command(run_dir, "--resume"))
-    assert status == 0, err
-    assert_same_run(run_dir, uninterrupted)
-
-
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_run_saves_its_finished_steps_and_resumes_to_the_same_bits(
     uninterrupted: Path, tmp_path: Path, signum: signal.Signals, status: int
