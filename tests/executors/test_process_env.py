@@ -51,8 +51,8 @@ class Env(rl.AgentInstance):
             case "unpicklable":
                 return lambda: None
             case "start":
-                subprocess.Popen(["sleep", "600"])
-                return rl.StepResult(reward=1.0, done=True)
+                started = subprocess.Popen(["sleep", "600"])
+                return rl.StepResult(reward=1.0, done=True, metrics={"started": started.pid})
             case "wait":
                 await asyncio.Event().wait()
             case "sleep":
@@ -182,7 +182,11 @@ async def test_what_an_environment_started_ends_with_its_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = await run(make_executor(tmp_path), tmp_path, *["start"] * 20)
-    assert result.num_completed == 20  # and `run` has found no process
+    assert result.num_completed == 20
+    for episode in result.trajectories:
+        pid = int(episode.metrics["started"])
+        if psutil.pid_exists(pid):
+            wait_for_end(psutil.Process(pid))
     assert capfd.readouterr().err == ""
 
 
