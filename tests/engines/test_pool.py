@@ -217,13 +217,16 @@ async def test_a_real_server_that_dies_in_a_transfer_is_an_error_and_takes_a_ret
     # TRL PR#6913
     async with running(kind, model_folder, tmp_path, max_restarts=1) as pool:
         await pool.update_weights(source_of(models[0], 1))
+        server = pool.engines[0].server
+        assert server is not None
+        died = server.died  # the next server has its own
 
         async def dies() -> None:
             kill(pool.engines[0])
 
         with pytest.raises(EngineError):
             await interrupted_update(pool, source_of(models[1], 2), dies)
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await asyncio.wait_for(died.wait(), 30)
         await asyncio.wait_for(pool.settled(), 300)
         await pool.update_weights(source_of(models[1], 3))
         result = await pool.generate(PROMPT, GREEDY)
