@@ -49,9 +49,9 @@ async def test_fail_fast_ends_the_run_at_the_first_failed_attempt_and_says_where
 async def test_an_engine_that_dies_for_good_ends_a_run_that_went_well_before() -> None:
     engine = ScriptedEngine([[7]], failures=range(8, 10_000))
     run = make(Loop(), engine, max_retries=0, max_consecutive_failures=3, max_concurrency=4)
-    with pytest.raises(
-        EngineError, match=r"7 episodes in a row, after 8 that completed, failed .* the engine"
-    ):
+    # Others of the 4 that run at once may have failed too when the run is told of the seventh.
+    message = r"^([789]|10) episodes in a row, after 8 that completed, failed .* the engine"
+    with pytest.raises(EngineError, match=message):
         await run.run(requests(100, 4))
 
 

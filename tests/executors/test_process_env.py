@@ -107,11 +107,17 @@ async def run(executor: MultiTurnExecutor, tmp_path: Path, *does: str) -> Rollou
     finally:
         await executor.close()
         if executor.rollout.env_backend == "process":
-            assert not [p for p in psutil.Process().children(recursive=True) if alive(p)]
+            assert not [p for p in children(recursive=True) if alive(p)]
 
 
 def closed(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "closed").read_text().split()]
+
+
+def children(recursive: bool = False) -> list[psutil.Process]:
+    """Below this process, without the one that torch keeps for shared memory of other tests."""
+    found = psutil.Process().children(recursive=recursive)
+    return [process for process in found if process.name() != "torch_shm_manager"]
 
 
 def alive(process: psutil.Process) -> bool:
@@ -209,7 +215,7 @@ async def test_processes_are_forked_anew_when_the_one_they_come_from_was_killed(
     assert executor.host is not None
     first = executor.runner("first")
     await first.build()
-    (nursery,) = psutil.Process().children()
+    (nursery,) = children()
     (child,) = nursery.children()
     nursery.kill()
     wait_for_end(child)
