@@ -37,8 +37,9 @@ from agentrl.types import Action, Example, SamplingParams, StepResult
 TURNS = 3
 MEMBERS = 4
 RETRIES = 1
-STEP_TIMEOUT = 0.5
-HANG_SECONDS = 4 * STEP_TIMEOUT
+STEP_TIMEOUT = 2.0
+"""Seconds: far more than a busy machine may keep an episode waiting that does not hang."""
+HANG_SECONDS = 1.5 * STEP_TIMEOUT
 """How long a thread hangs: when its call returns at last, it ends."""
 
 

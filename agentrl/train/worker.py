@@ -37,7 +37,6 @@ from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.zero import (
     gather_in_buckets,
     keeps_whole,
-    make_whole,
     move_back,
     move_to_host,
     start_scoring,
@@ -311,11 +310,7 @@ class LearnerWorker:
     def _score_all(
         self, engine: Any, micro_batches: Sequence[MicroBatch], critic: Critic | None = None
     ) -> list[list[SampleScores]]:
-        scores = [self._score(engine, micro_batch, critic) for micro_batch in micro_batches]
-        if engine is self.engine and self.keeps_whole:
-            # DeepSpeed lets go of whole parameters in a pass whose order it has not recorded.
-            make_whole(engine)
-        return scores
+        return [self._score(engine, micro_batch, critic) for micro_batch in micro_batches]
 
     def _score(
         self, engine: Any, micro_batch: MicroBatch, critic: Critic | None = None

@@ -67,6 +67,34 @@ def test_each_row_attends_to_the_prefix_and_to_its_own_tokens_up_to_its_position
         torch.testing.assert_close(out[row], expected, atol=1e-6, rtol=0)
 
 
+def test_families_whose_prefixes_end_close_together_are_computed_at_once_and_stay_apart():
+    generator = torch.Generator().manual_seed(1)
+    slots, positions = (
+        np.array([0, 1, 2, 4, 5, 6, 9, 11]),
+        np.array([44, 43, 50, 47, 41, 60, 59, 8]),
+    )
+    keys, values = (torch.randn(12, 2, 64, 8, generator=generator) for _ in range(2))
+    parts = [
+        Family(np.array([0, 1]), 40),
+        Family(np.array([2, 4]), 38),
+        Family(np.array([3, 5, 6]), 42),  # of another size
+        Family(np.array([7]), 0),
+    ]
+    for family in parts:
+        first, *others = slots[family.rows]
+        for other in others:
+            keys[other, :, : family.prefix] = keys[first, :, : family.prefix]
+            values[other, :, : family.prefix] = values[first, :, : family.prefix]
+    query = torch.randn(8, 2, 3, 8, generator=generator)
+    together = Families(parts, slots, positions, torch.float32)
+    assert [cohort.prefix for cohort in together.cohorts] == [0, 38]
+    out = attend_in_families(query, keys, values, together, 0.3)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        k, v = keys[slot, :, : position + 1], values[slot, :, : position + 1]
+        expected = F.scaled_dot_product_attention(query[row], k, v, scale=0.3)
+        torch.testing.assert_close(out[row], expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_siblings_sample_what_a_plain_forward_pass_says(
     family, always, monkeypatch: pytest.MonkeyPatch
