@@ -136,6 +136,11 @@ class Generation:
                 "logprobs holds NaN for a sampled token: the engine must report every one",
             )
 
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

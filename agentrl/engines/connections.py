@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
-__all__ = ["ManyConnections"]
+__all__ = ["SENT", "ManyConnections"]
+
+SENT = "agentrl.sent"
+"""An extension of a request: what is called when all of it is written."""
 
 
 class ManyConnections(httpx.AsyncBaseTransport):
@@ -32,6 +35,9 @@ class ManyConnections(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request over the connection that was used last, or a new one."""
         connection = self._idle.pop() if self._idle else self._open()
+        if (sent := request.extensions.get(SENT)) is not None:
+            assert isinstance(request.stream, httpx.AsyncByteStream)
+            request.stream = _Outgoing(request.stream, sent)
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
@@ -61,6 +67,21 @@ class ManyConnections(httpx.AsyncBaseTransport):
         """Close a connection in which a request broke off: its state is unknown."""
         self._all.discard(connection)
         await connection.aclose()
+
+
+class _Outgoing(httpx.AsyncByteStream):
+    """The body of a request; at its end it says that all of it was taken."""
+
+    def __init__(self, body: httpx.AsyncByteStream, sent: Callable[[], None]) -> None:
+        self._body, self._sent = body, sent
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._body:
+            yield part
+        self._sent()  # the last part was written before another was asked for
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
 
 
 class _Body(httpx.AsyncByteStream):

@@ -12,16 +12,32 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from agentrl.engines.prometheus import Histogram, Snapshot
-from agentrl.types import Generation
+from agentrl.types import FinishReason
 
-__all__ = ["EngineCounts", "EngineStats", "MetricNames"]
+__all__ = ["Answer", "EngineCounts", "EngineStats", "MetricNames"]
 
 LATENCIES = ("ttft", "tpot")
+
+
+class Answer(Protocol):
+    """What is counted of a request that was answered; a `Generation` is one."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the engine had cached."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +151,7 @@ class EngineStats:
     def record(
         self,
         prompt_tokens: int,
-        generation: Generation,
+        answer: Answer,
         seconds: float,
         first_token_seconds: float | None = None,
     ) -> None:
@@ -143,16 +159,16 @@ class EngineStats:
 
         Args:
             prompt_tokens: of the prompt, cached ones included.
-            generation: the answer.
+            answer: what came of it.
             seconds: from the request to the answer.
             first_token_seconds: to the first token, where the engine tells.
         """
-        counts, sampled = self._current.counts, len(generation.token_ids)
+        counts, sampled = self._current.counts, answer.num_sampled
         counts["requests"] += 1
         counts["prompt_tokens"] += prompt_tokens
-        counts["cached_tokens"] += generation.cached_tokens
+        counts["cached_tokens"] += answer.cached_tokens
         counts["sampled_tokens"] += sampled
-        counts[f"finish_{generation.finish_reason}"] += 1
+        counts[f"finish_{answer.finish_reason}"] += 1
         self._current.observed["request_latency"].append(seconds)
         if first_token_seconds is not None:
             self._current.observed["ttft"].append(first_token_seconds)

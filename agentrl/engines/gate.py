@@ -1,9 +1,10 @@
 """The gate before an engine: who may send, who is in flight, and why nobody may.
 
-Closed while the engine is paused or asleep, so that no request meets a weight update. Held while
-its weights are being replaced: nobody can open it before they are whole. Condemned when what the
-engine holds must not be sampled from: then every request is refused with the reason, and those in
-flight are ended with it.
+Closed while the engine is paused or asleep, so that no request meets a weight update: one that was
+admitted before is written, or has ended, when the server is paused. Held while its weights are
+being replaced: nobody can open it before they are whole. Condemned when what the engine holds must
+not be sampled from: then every request is refused with the reason, and those in flight are ended
+with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class RequestGate:
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
         self._calls: dict[str, asyncio.Future[object]] = {}
+        self._unsent: set[str] = set()
         self.condemned: str | None = None
         """Why nothing may be sampled, if so."""
         self.held: str | None = None
@@ -73,25 +77,38 @@ class RequestGate:
         """Wait until no request is in flight."""
         await self._idle.wait()
 
+    async def wait_sent(self) -> None:
+        """Wait until every request in flight is written to the server, or has ended."""
+        await self._all_sent.wait()
+
+    def note_sent(self, request_id: str) -> None:
+        """All of a request is written."""
+        self._unsent.discard(request_id)
+        if not self._unsent:
+            self._all_sent.set()
+
     async def enter(self) -> None:
         """Wait until the gate is open.
 
         Raises:
             EngineError: the engine is condemned.
         """
-        await self._open.wait()
+        while not self._open.is_set():  # it may have closed again since it opened
+            await self._open.wait()
         if self.condemned is not None:
             raise EngineError(f"the engine takes no requests: {self.condemned}")
 
     async def run(self, request_id: str, call: Awaitable[T]) -> T:
-        """Await one request that has entered.
+        """Await one request that has entered, and of which `note_sent` tells when it is written.
 
         Raises:
             EngineError: the engine was condemned meanwhile.
         """
         future = asyncio.ensure_future(call)
         self._calls[request_id] = future  # type: ignore[assignment]
+        self._unsent.add(request_id)
         self._idle.clear()
+        self._all_sent.clear()
         try:
             return await future
         except asyncio.CancelledError:
@@ -101,6 +118,7 @@ class RequestGate:
             raise
         finally:
             future.cancel()
+            self.note_sent(request_id)
             del self._calls[request_id]
             if not self._calls:
                 self._idle.set()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
 
-from agentrl.engines.connections import ManyConnections
+from agentrl.engines.connections import SENT, ManyConnections
 from agentrl.errors import EngineError
 
-__all__ = ["EngineClient", "RequestRefusedError"]
+__all__ = ["EngineClient", "NoAnswerError", "RequestRefusedError"]
 
 KEEPALIVE_SECONDS = 2.0
 """Both servers run uvicorn, which closes a connection that was idle for 5 s."""
@@ -28,8 +29,22 @@ class RequestRefusedError(EngineError):
     """The server answered with an error status: it lives, and refuses this request."""
 
     def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
+        super().__init__(message, status)  # both, so that it can be pickled
         self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NoAnswerError(EngineError):
+    """The server did not answer: it was too `late`, or the connection broke."""
+
+    def __init__(self, message: str, *, late: bool) -> None:
+        super().__init__(message)
+        self.late = late
+
+    def __reduce__(self) -> tuple[Callable[..., NoAnswerError], tuple[object, ...]]:
+        return partial(NoAnswerError, late=self.late), self.args
 
 
 class EngineClient:
@@ -55,7 +70,7 @@ class EngineClient:
 
     async def get(self, path: str, *, limit: float | None = None) -> httpx.Response:
         """GET `path`; raises EngineError as `post` does."""
-        return await self._request("GET", path, None, None, None, limit, repeatable=True)
+        return await self._request("GET", path, None, None, None, limit, None, repeatable=True)
 
     async def post(
         self,
@@ -66,18 +81,20 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         limit: float | None = None,
         repeatable: bool = False,
+        sent: Callable[[], None] | None = None,
     ) -> Any:
         """POST JSON and return the answer: parsed JSON, or None where it is none.
 
-        `repeatable` says that the request may reach the server twice without harm.
+        `repeatable` says that the request may reach the server twice without harm. `sent` is called
+        each time that all of it is written.
 
         Raises:
             RequestRefusedError: the server answered with an error status.
-            EngineError: it did not answer: dead, unreachable, or too slow.
+            NoAnswerError: it did not answer: dead, unreachable, or too slow.
         """
         content = None if body is None else json.dumps(body).encode()
         response = await self._request(
-            "POST", path, content, params, headers, limit, repeatable=repeatable
+            "POST", path, content, params, headers, limit, sent, repeatable=repeatable
         )
         kind = response.headers.get("content-type", "")
         return response.json() if kind.startswith("application/json") else None
@@ -94,6 +111,7 @@ class EngineClient:
         params: Mapping[str, Any] | None,
         headers: Mapping[str, str] | None,
         limit: float | None,
+        sent: Callable[[], None] | None,
         *,
         repeatable: bool,
     ) -> httpx.Response:
@@ -113,18 +131,20 @@ class EngineClient:
                         params=dict(params or {}),
                         headers=sent_headers,
                         timeout=httpx.Timeout(limit, connect=10.0, pool=None),
+                        extensions={} if sent is None else {SENT: sent},
                     )
             except (TimeoutError, httpx.TimeoutException) as error:
-                raise EngineError(
+                raise NoAnswerError(
                     f"{self.url}{path} did not answer within {limit:g} s: raise "
-                    "engine.request_timeout, or engine.update_timeout for a weight update"
+                    "engine.request_timeout, or engine.update_timeout for a weight update",
+                    late=True,
                 ) from error
             except httpx.TransportError as error:
                 if attempt < ATTEMPTS and self._may_repeat(error, repeatable):
                     await asyncio.sleep(RETRY_PAUSE * attempt)
                     continue
-                raise EngineError(
-                    f"{self.url}{path} is gone ({type(error).__name__}: {error})"
+                raise NoAnswerError(
+                    f"{self.url}{path} is gone ({type(error).__name__}: {error})", late=False
                 ) from error
             if response.is_error:
                 raise RequestRefusedError(

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import TypeVar
 
+from agentrl.engines.answer import Place
 from agentrl.engines.base import Engine, PauseMode, WeightSource
-from agentrl.engines.engine_stats import EngineCounts
+from agentrl.engines.engine_stats import Answer, EngineCounts
 from agentrl.engines.head_padding import HeadPadding
-from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.remote import RemoteEngine, Send
 from agentrl.engines.routing import Router
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
@@ -28,6 +31,8 @@ from agentrl.types import Generation, SamplingParams
 __all__ = ["EnginePool"]
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=Answer)
 
 
 class EnginePool(Engine):
@@ -67,6 +72,8 @@ class EnginePool(Engine):
         self._reviving: dict[RemoteEngine, asyncio.Task[None]] = {}
         self._revival_ended = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
+        self.version_listeners: list[Callable[[int], None]] = []
+        """Told of each version when all engines sample from it."""
 
     @property
     def weight_version(self) -> int:
@@ -111,16 +118,40 @@ class EnginePool(Engine):
         group_id: str = "",
     ) -> Generation:
         """Sample a continuation where its prefix is most likely cached; see `Engine.generate`."""
-        while not (usable := [slot for slot in self._router.slots if self._serves(slot[0])]):
-            await self._wait_for_an_engine()
         tokens = len(token_ids) + params.max_new_tokens
-        slot = self._router.choose(usable, rollout_id, group_id, tokens)
-        engine, replica = slot
-        self._router.begin(slot, tokens)
-        try:
+        async with self._place(rollout_id, group_id, tokens) as (engine, replica):
             return await engine.generate(
                 token_ids, params, rollout_id=rollout_id, group_id=group_id, replica=replica
             )
+
+    async def request(
+        self,
+        send: Send[A],
+        prompt_tokens: int,
+        max_new_tokens: int,
+        *,
+        rollout_id: str = "",
+        group_id: str = "",
+    ) -> A:
+        """Have a request sent by somebody else, where its prefix is most likely cached; see
+        `RemoteEngine.request`."""
+        tokens = prompt_tokens + max_new_tokens
+        async with self._place(rollout_id, group_id, tokens) as (engine, replica):
+            place = Place(replica, group_id or rollout_id)
+            return await engine.request(send, prompt_tokens, place)
+
+    @asynccontextmanager
+    async def _place(
+        self, rollout_id: str, group_id: str, tokens: int
+    ) -> AsyncIterator[tuple[RemoteEngine, int | None]]:
+        """The engine and replica that a request of `tokens` tokens goes to, which has it until this
+        ends."""
+        while not (usable := [slot for slot in self._router.slots if self._serves(slot[0])]):
+            await self._wait_for_an_engine()
+        slot = self._router.choose(usable, rollout_id, group_id, tokens)
+        self._router.begin(slot, tokens)
+        try:
+            yield slot
         finally:
             self._router.end(slot, tokens)
 
@@ -144,6 +175,8 @@ class EnginePool(Engine):
         async with self._updating:
             await update_weights(self._living(), source, self._transport, self._update)
             self._newest = source
+        for tell in self.version_listeners:
+            tell(source.version)
 
     async def flush_cache(self) -> None:
         """Forget every cached prefix."""

@@ -8,28 +8,29 @@ import logging
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import torch
 
 from agentrl.engines import prometheus
-from agentrl.engines.answer import Place, Sampled, checked_generation
+from agentrl.engines.answer import Place
 from agentrl.engines.base import Engine, PauseMode, WeightSource
-from agentrl.engines.engine_stats import EngineCounts, EngineStats, MetricNames
+from agentrl.engines.engine_stats import Answer, EngineCounts, EngineStats, MetricNames
 from agentrl.engines.gate import RequestGate
-from agentrl.engines.http import EngineClient, RequestRefusedError
-from agentrl.engines.request_check import EngineLimits, check_request
+from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedError
+from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
+from agentrl.engines.token_route import Permit, TokenRoute
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
-__all__ = ["RemoteEngine"]
+__all__ = ["RemoteEngine", "Send"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,13 @@ METRICS_INTERVAL = 2.0
 METRICS_SECONDS = 10.0
 DEATH_SECONDS = 1.5
 """How long after a broken connection the end of the server process is waited for."""
+
+
+A = TypeVar("A", bound=Answer)
+
+Send = Callable[[Permit, Callable[[], None]], Awaitable[A]]
+"""Sends one request with a permit, calls the second argument when it is written, and gives what
+came of it. Raises EngineError."""
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -56,7 +64,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         memory_device: The GPU whose memory the server can open; None: any.
     """
 
-    kind: ClassVar[str]
+    token_route: ClassVar[type[TokenRoute]]
     metric_names: ClassVar[MetricNames]
 
     def __init__(
@@ -77,7 +85,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         self.server = server
         self.replicas = replicas
         self._url = url or ""
-        self._limits = limits
+        self.route = self.token_route(limits)
         self._transport = transport
         self._update = update
         self._api_key = api_key
@@ -85,8 +93,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._memory_device = memory_device
         self._incarnation = 0
         self._version = 0
-        self._knows_versions = True
-        """Whether the server says which weights sampled each token; its first answer shows it."""
+        self._adapter: str | None = None
+        """What the server calls the LoRA adapter that is sampled with, if there is one."""
         self._asleep: set[str] = set()
         self._gate = RequestGate()
         self._stats = EngineStats(self.metric_names)
@@ -103,7 +111,7 @@ class RemoteEngine(Engine, UpdatableEngine):
     @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and response together, that one request may hold."""
-        return self._limits.max_model_len
+        return self.route.limits.max_model_len
 
     @property
     def repeats(self) -> bool:
@@ -197,28 +205,53 @@ class RemoteEngine(Engine, UpdatableEngine):
         replica: int | None = None,
     ) -> Generation:
         """Sample a continuation; see `Engine.generate`. `replica` picks a data-parallel replica."""
-        check_request(self.kind, token_ids, params, self._limits)
-        self._refuse_unsupported(params)
+        self.route.check(token_ids, params)
+
+        async def send(permit: Permit, sent: Callable[[], None]) -> Generation:
+            return await self.route.sample(self._token_client, token_ids, params, permit, sent)
+
+        return await self.request(send, len(token_ids), Place(replica, group_id or rollout_id))
+
+    async def request(self, send: Send[A], prompt_tokens: int, place: Place) -> A:
+        """Admit one request, have it sent, and count what came of it.
+
+        Every request of the engine goes through here, also those that another process sends: none
+        is admitted while the weights change, and all are known, and can be ended.
+
+        Args:
+            send: sends it; cancelled when the request is given up.
+            prompt_tokens: of the prompt.
+            place: where the prefix is cached.
+
+        Raises:
+            EngineError: the engine takes no requests, or this one failed.
+        """
         await self._gate.enter()
-        request_id, version = uuid.uuid4().hex, self._version
+        permit = Permit(
+            request_id=uuid.uuid4().hex,
+            url=self._token_client.url,
+            label=self.label,
+            version=self._version,
+            place=place,
+            adapter=self._adapter,
+        )
+        request_id = permit.request_id
         with self._stats.request() as elapsed:
             try:
-                place = Place(replica, group_id or rollout_id)
-                call = self._sample(token_ids, params, request_id, place)
-                sampled = await self._gate.run(request_id, call)
-                generation = self._generation(sampled, params, version)
+                call = send(permit, partial(self._gate.note_sent, request_id))
+                answer = await self._gate.run(request_id, call)
             except asyncio.CancelledError:
                 self._stats.record_unanswered("cancelled")
                 self._abort_later(request_id)
                 raise
             except EngineError as error:
-                late = isinstance(error.__cause__, TimeoutError | httpx.TimeoutException)
+                late = isinstance(error, NoAnswerError) and error.late
                 self._stats.record_unanswered("timed_out" if late else "failed")
                 self._abort_later(request_id)
                 raise await self._explained(error) from error
-            self._stats.record(len(token_ids), generation, elapsed())
+            self._stats.record(prompt_tokens, answer, elapsed())
         self._read_metrics_now_and_then()
-        return generation
+        return answer
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop sampling; see `Engine.pause`.
@@ -227,15 +260,14 @@ class RemoteEngine(Engine, UpdatableEngine):
             EngineError: requests in flight are to be held by a server that could not say afterwards
                 which weights sampled which of their tokens.
         """
-        if mode == "keep" and not self._knows_versions and self._gate.in_flight:
+        if mode == "keep" and not self.route.knows_versions and self._gate.in_flight:
             raise EngineError(
                 f"{self.label} is too old to say which weights sampled each token, so that its "
                 "requests cannot go on under new weights: set engine.pause_mode to wait or abort"
             )
         await self.refresh_stats()
         self._gate.close()
-        if mode == "wait":
-            await self._gate.wait_idle()
+        await (self._gate.wait_idle() if mode == "wait" else self._gate.wait_sent())
         await self._pause(mode)
 
     async def resume(self) -> None:
@@ -307,15 +339,6 @@ class RemoteEngine(Engine, UpdatableEngine):
             text = (await self._client.get("/metrics", limit=METRICS_SECONDS)).text
             self._stats.record_server(prometheus.parse(text))
 
-    def _refuse_unsupported(self, params: SamplingParams) -> None:
-        """Raise EngineError for what this kind of server would sample differently."""
-
-    @abstractmethod
-    async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
-    ) -> Sampled:
-        """Send one request."""
-
     @abstractmethod
     async def _abort(self, request_id: str) -> None:
         """End one request on the server."""
@@ -349,6 +372,11 @@ class RemoteEngine(Engine, UpdatableEngine):
             raise EngineError(f"{self.label} is used before start()")
         return self._connection
 
+    @property
+    def _token_client(self) -> EngineClient:
+        """Where requests for tokens are sent."""
+        return self._client
+
     async def _connect(self) -> None:
         if self._connection is not None:
             await self._connection.close()
@@ -358,22 +386,11 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._connection = self._make_client(self._url)
 
     def _make_client(self, url: str) -> EngineClient:
-        return EngineClient(url, limit=self._limits.request_timeout, api_key=self._api_key)
-
-    def _generation(self, sampled: Sampled, params: SamplingParams, sent_at: int) -> Generation:
-        """Check an answer to a request that was sent under version `sent_at`."""
-        if sampled.spans is None:
-            # No update met the request, or only after it had been ended: see `pause`.
-            length = len(sampled.token_ids)
-            self._knows_versions = self._knows_versions and length == 0
-            sampled = replace(sampled, spans=[(str(sent_at), 0, length)])
-        return checked_generation(
-            sampled, params, self.label, experts=self._limits.experts is not None
-        )
+        return EngineClient(url, limit=self.route.limits.request_timeout, api_key=self._api_key)
 
     async def _explained(self, error: EngineError) -> EngineError:
         """The same error, or that the server has died if that is what it comes from."""
-        broken = isinstance(error.__cause__, httpx.TransportError)
+        broken = isinstance(error, NoAnswerError)
         if isinstance(error, RequestRefusedError):
             broken = error.status >= httpx.codes.INTERNAL_SERVER_ERROR
         if self.server is None or not broken:

@@ -10,22 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import torch
 
-from agentrl.engines.answer import Place, Sampled, version_spans
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
-from agentrl.engines.expert_routes import read_plain
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.sglang_tokens import SGLangTokens
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
-from agentrl.errors import EngineError
-from agentrl.types import SamplingParams
 
 __all__ = ["SGLangEngine"]
 
@@ -36,7 +32,7 @@ UNTOUCHED = {"flush_cache": False, "abort_all_requests": False}
 class SGLangEngine(RemoteEngine):
     """One SGLang server; see `RemoteEngine`."""
 
-    kind = "sglang"
+    token_route = SGLangTokens
     metric_names = MetricNames(
         ttft="sglang:time_to_first_token_seconds",
         tpot="sglang:request_time_per_output_token_seconds",
@@ -143,47 +139,6 @@ class SGLangEngine(RemoteEngine):
             await self._gate.wait_idle()
             await self._client.post("/flush_cache", repeatable=True)
 
-    def _refuse_unsupported(self, params: SamplingParams) -> None:
-        if params.logprobs and (params.top_p < 1 or params.top_k > 0):
-            raise EngineError(
-                "SGLang gives log-probabilities before top-p and top-k: sample with top_p 1 and "
-                "top_k 0, or without log-probabilities (rollout.logprobs learner, logprobs_share 0)"
-            )
-
-    async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
-    ) -> Sampled:
-        body: dict[str, Any] = {
-            "rid": request_id,
-            "input_ids": [int(token) for token in token_ids],
-            "sampling_params": _sampling_params(params),
-            "return_logprob": params.logprobs,
-            "logprob_start_len": -1,  # 0 would switch the prefix cache off
-            # Prefixes of other weights have another key: they can never be found by mistake.
-            "extra_key": f"v{self._version}",
-        }
-        if place.replica is not None:
-            body["routed_dp_rank"] = place.replica
-        experts = self._limits.experts
-        if experts is not None:
-            body["return_routed_experts"] = True
-        answer = await self._ask(body, place)
-        meta = answer["meta_info"]
-        entries = meta.get("output_token_logprobs")
-        routes = meta.get("routed_experts")
-        return Sampled(
-            token_ids=answer["output_ids"],
-            logprobs=[entry[0] for entry in entries] if entries is not None else None,
-            spans=version_spans(meta),
-            finish_reason=meta["finish_reason"]["type"],
-            cached_tokens=meta["cached_tokens"],
-            routed_experts=read_plain(routes, *experts) if experts and routes else None,
-        )
-
-    async def _ask(self, body: Mapping[str, Any], place: Place) -> Any:
-        """Send a request for tokens where it is answered."""
-        return await self._client.post("/generate", body, repeatable=True)
-
     async def _abort(self, request_id: str) -> None:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)
 
@@ -205,19 +160,3 @@ class SGLangEngine(RemoteEngine):
 
     async def _wake(self, tag: str) -> None:
         await self._client.post("/resume_memory_occupation", {"tags": [tag]})
-
-
-def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": params.min_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k if params.top_k > 0 else -1,
-        "stop_token_ids": list(params.stop_token_ids),
-        # The flag would switch stop_token_ids off as well.
-        "ignore_eos": not params.stop_token_ids,
-    }
-    if params.seed is not None:
-        fields["sampling_seed"] = params.seed
-    return fields

@@ -8,18 +8,15 @@ Which server has a request is the router's secret, so that an abort is told to a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from agentrl.engines.answer import Place
 from agentrl.engines.http import EngineClient, RequestRefusedError
 from agentrl.engines.sglang import SGLangEngine
+from agentrl.engines.sglang_tokens import RoutedSGLangTokens
 from agentrl.errors import EngineError
 
 __all__ = ["RoutedSGLangEngine", "behind_one_router"]
-
-ROUTING_KEY = "X-SMG-Routing-Key"
-"""Under the router's policy `manual`, requests of one key go to one server."""
 
 FLUSH_ATTEMPTS = 50
 FLUSH_PAUSE = 0.1
@@ -27,6 +24,8 @@ FLUSH_PAUSE = 0.1
 
 class RoutedSGLangEngine(SGLangEngine):
     """One server behind a router: what it is asked for itself, and a share of the requests."""
+
+    token_route = RoutedSGLangTokens
 
     def __init__(self, *, router_url: str, **settings: Any) -> None:
         super().__init__(**settings)
@@ -46,6 +45,11 @@ class RoutedSGLangEngine(SGLangEngine):
         if self._router is not None:
             await self._router.close()
 
+    @property
+    def _token_client(self) -> EngineClient:
+        assert self._router is not None, "start() makes it"
+        return self._router
+
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Requests that stand in the way are ended with their tokens.
 
@@ -62,11 +66,6 @@ class RoutedSGLangEngine(SGLangEngine):
             else:
                 return
         raise EngineError(f"{self.label} did not drop its prefix cache: update again")
-
-    async def _ask(self, body: Mapping[str, Any], place: Place) -> Any:
-        assert self._router is not None, "start() makes it"
-        headers = {ROUTING_KEY: place.key} if place.key else {}
-        return await self._router.post("/generate", body, headers=headers, repeatable=True)
 
     async def _abort(self, request_id: str) -> None:
         aborts = (SGLangEngine._abort(peer, request_id) for peer in self.peers)

@@ -16,17 +16,15 @@ from typing import Any
 import httpx
 
 from agentrl.engines import launch
-from agentrl.engines.answer import Place, Sampled, version_spans
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
-from agentrl.engines.expert_routes import read_npy
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
+from agentrl.engines.vllm_tokens import VLLMTokens
 from agentrl.errors import EngineError
-from agentrl.types import SamplingParams
 
 __all__ = ["VLLMEngine", "install_plugin"]
 
@@ -53,7 +51,7 @@ def install_plugin(folder: Path) -> Path:
 class VLLMEngine(RemoteEngine):
     """One vLLM server; see `RemoteEngine`."""
 
-    kind = "vllm"
+    token_route = VLLMTokens
     metric_names = MetricNames(
         ttft="vllm:time_to_first_token_seconds",
         tpot="vllm:request_time_per_output_token_seconds",
@@ -62,8 +60,6 @@ class VLLMEngine(RemoteEngine):
         counts_preemptions="vllm:num_preemptions_total",
     )
 
-    _adapter: str | None = None
-    """What the server calls the adapter that is sampled with."""
     _adapters = 0
 
     async def load_folder(self, folder: Path) -> None:
@@ -163,33 +159,6 @@ class VLLMEngine(RemoteEngine):
         }
         await self._client.post("/update_weights", {"update_info": info})
 
-    async def _sample(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str, place: Place
-    ) -> Sampled:
-        body = {
-            "request_id": request_id,
-            "token_ids": [int(token) for token in token_ids],
-            "sampling_params": _sampling_params(params),
-            # Prefixes of other weights have another salt: they can never be found by mistake.
-            "cache_salt": f"v{self._version}",
-        }
-        if self._adapter is not None:
-            body["model"] = self._adapter
-        replica = place.replica
-        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
-        path = "/inference/v1/generate"
-        answer = await self._client.post(path, body, headers=headers, repeatable=True)
-        choice = answer["choices"][0]
-        details = answer["usage"].get("prompt_tokens_details") or {}
-        return Sampled(
-            token_ids=choice["token_ids"] or [],
-            logprobs=_logprobs(choice["logprobs"]),
-            spans=version_spans(choice),
-            finish_reason=choice["finish_reason"],
-            cached_tokens=details.get("cached_tokens") or 0,
-            routed_experts=read_npy(routes) if (routes := choice.get("routed_experts")) else None,
-        )
-
     async def _abort(self, request_id: str) -> None:
         body = {"request_ids": [ID_PREFIX + request_id]}
         await self._client.post("/abort_requests", body, repeatable=True)
@@ -208,27 +177,3 @@ class VLLMEngine(RemoteEngine):
 
     async def _wake(self, tag: str) -> None:
         await self._client.post("/wake_up", params={"tags": tag})
-
-
-def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "max_tokens": params.max_new_tokens,
-        "min_tokens": params.min_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": True,  # only stop_token_ids end a turn
-        "detokenize": False,
-    }
-    if params.logprobs:
-        fields["logprobs"] = 0  # of the sampled token, and of no other
-    if params.seed is not None:
-        fields["seed"] = params.seed
-    return fields
-
-
-def _logprobs(answer: Mapping[str, Any] | None) -> list[float] | None:
-    if answer is None or answer["content"] is None:
-        return None
-    return [entry["logprob"] for entry in answer["content"]]
