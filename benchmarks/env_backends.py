@@ -46,7 +46,7 @@ async def run(backend: str, episodes: int, seconds: float) -> float:
     rollout = RolloutConfig(env_backend=backend, max_concurrency=64)
     executor = load_agent(AGENT).make_executor(rollout, DataConfig(), probe=False)
     chat = ChatFormat(load_tokenizer(ModelConfig()))
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         executor,
         ScriptedEngine([[min(chat.end_token_ids)]], record=False),
         chat,

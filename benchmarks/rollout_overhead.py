@@ -134,7 +134,7 @@ def run_stack(instance_class: type[AgentInstance], tokenizer: Any, episodes: int
     rollout = RolloutConfig(max_turns=TURNS, max_new_tokens=RESPONSE_TOKENS)
     chat = ChatFormat(tokenizer)
     response = [*encode(tokenizer, "the answer")[: RESPONSE_TOKENS - 1], min(chat.end_token_ids)]
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         MultiTurnExecutor(instance_class, rollout),
         ScriptedEngine([response], record=False),
         chat,

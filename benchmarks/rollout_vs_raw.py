@@ -156,7 +156,7 @@ async def rollout(recorder: Recorder, chat: ChatFormat, config: Config) -> float
     recorder.records.clear()
     await recorder.pool.flush_cache()
     params = SamplingParams(RESPONSE_TOKENS, min_new_tokens=RESPONSE_TOKENS)
-    scheduler = RolloutScheduler(Talk(), recorder, chat, params, config.rollout)
+    scheduler = RolloutScheduler.local(Talk(), recorder, chat, params, config.rollout)
     groups = [GroupRequest(f"{g:04d}", str(g), {"group": g}, MEMBERS) for g in range(GROUPS)]
     started = time.perf_counter()
     await scheduler.run(groups)

@@ -169,7 +169,7 @@ def make_scheduler(concurrency: int) -> RolloutScheduler:
         step_timeout=STEP_TIMEOUT,
         max_concurrency=concurrency,
     )
-    return RolloutScheduler(
+    return RolloutScheduler.local(
         Executor(Coroutines, rollout),
         ScriptedEngine(script, latency=0.001, record=False),
         chat,

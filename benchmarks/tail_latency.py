@@ -111,7 +111,7 @@ class Setting:
 
 async def run_scheduler(setting: Setting) -> float:
     """Seconds that the scheduler takes for all episodes."""
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         MultiTurnExecutor(Slow, setting.rollout),
         setting.engine(),
         setting.chat,

@@ -92,7 +92,7 @@ async def measure(episodes: int, prompt_tokens: int) -> Result:
     ids = tokenizer.encode(letters, add_special_tokens=False)[:prompt_tokens]
     rollout = RolloutConfig(max_concurrency=episodes, max_tokens=2 * prompt_tokens + 256)
     engine = HoldingEngine([min(chat.end_token_ids)], episodes)
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         MultiTurnExecutor(Once, rollout), engine, chat, SamplingParams(max_new_tokens=16), rollout
     )
     example = {"prompt": tokenizer.decode(ids)}

@@ -116,7 +116,7 @@ class _Check:
         sampling = SamplingParams(max_new_tokens=self._rollout.max_new_tokens)
         executor = self._agent.make_executor(self._rollout, self._config.data, probe=False)
         for group in self._groups:
-            scheduler = RolloutScheduler(
+            scheduler = RolloutScheduler.local(
                 executor, self._engine, self._chat, sampling, self._rollout
             )
             # Raised where every episode of the group failed; they are recorded all the same.

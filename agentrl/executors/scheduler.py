@@ -4,31 +4,27 @@ Each member of a group is one episode, each episode one asyncio task; there is n
 turns. Invariants: results are formed by group id and sorted by rollout_id, whatever the timing;
 a failed attempt is a typed outcome with its traceback, run again with a fresh instance and another
 seed under the same rollout_id, then dropped and counted (see `failures`); an error of the scheduler
-itself or of the run's settings ends the run at once. The one broad `except` of agentrl is
-`_episode`.
+itself or of the run's settings ends the run at once. Where an attempt runs, in this process or in
+another, makes no difference here (see `attempts`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import logging
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
 
 from agentrl.config import RolloutConfig
 from agentrl.engines.base import Engine
-from agentrl.errors import AgentError, AgentRLError, UsageError
+from agentrl.errors import AgentRLError
+from agentrl.executors.attempts import Attempts, LocalAttempts, Member
 from agentrl.executors.base import AgentExecutor
-from agentrl.executors.failures import CircuitBreaker, FailurePolicy, stop_reason_of
+from agentrl.executors.failures import CircuitBreaker, FailurePolicy
 from agentrl.executors.groups import GroupRequest, RolloutGroup, RolloutResult, batch_warnings
-from agentrl.executors.llm import LLM
-from agentrl.executors.share import is_chosen
 from agentrl.types import SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -36,37 +32,26 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutScheduler"]
 
-logger = logging.getLogger(__name__)
-
-CANCEL_GRACE = 5.0
-"""Seconds beyond `rollout.close_timeout` that a cancelled episode has to end."""
-
-SEED_STRIDE = 1 << 32
-"""Keeps the seeds of later attempts apart from every seed that a user sets."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    request: GroupRequest
-    rollout_id: str
-
 
 class RolloutScheduler:
     """Samples groups of episodes with bounded concurrency.
 
     Args:
-        executor: runs one episode; shared by all.
-        engine: what samples. Each of the `rollout.max_concurrency` workers is one participant.
-        chat: the chat format that every episode's `LLM` uses.
-        sampling: parameters of every call; overrides of one episode never reach another.
-        rollout: limits, retries and group size.
-        seed: of the run. Episodes with the same rollout_id and attempt sample alike.
-        logprobs_share: of the episodes, on which the engine is asked for log-probabilities; the
-            rollout_id says whether an episode is one of them.
+        attempts: runs one attempt at an episode. Each of the `rollout.max_concurrency` workers is
+            one participant.
+        rollout: concurrency, retries and group size.
     """
 
-    def __init__(
-        self,
+    def __init__(self, attempts: Attempts, rollout: RolloutConfig) -> None:
+        self._attempts = attempts
+        self._rollout = rollout
+        self._slots = asyncio.Semaphore(rollout.max_concurrency)
+        self._policy = FailurePolicy.of(rollout)
+        self._breaker = CircuitBreaker(self._policy)
+
+    @classmethod
+    def local(
+        cls,
         executor: AgentExecutor,
         engine: Engine,
         chat: ChatFormat,
@@ -75,17 +60,18 @@ class RolloutScheduler:
         *,
         seed: int = 0,
         logprobs_share: float = 1.0,
-    ) -> None:
-        self._executor = executor
-        self._engine = engine
-        self._chat = chat
-        self._sampling = sampling
-        self._rollout = rollout
-        self._seed = seed
-        self._logprobs_share = logprobs_share
-        self._slots = asyncio.Semaphore(rollout.max_concurrency)
-        self._policy = FailurePolicy.of(rollout)
-        self._breaker = CircuitBreaker(self._policy)
+    ) -> Self:
+        """A scheduler whose episodes run in this process; see `LocalAttempts`."""
+        attempts = LocalAttempts(
+            executor,
+            engine,
+            chat,
+            sampling,
+            rollout,
+            seed=seed,
+            logprobs_share=logprobs_share,
+        )
+        return cls(attempts, rollout)
 
     async def run(
         self,
@@ -117,7 +103,7 @@ class RolloutScheduler:
             # All participants are announced before the first call, so that a deterministic
             # engine knows from the start for whom it waits.
             for stack in stacks:
-                stack.enter_context(self._engine.participant())
+                stack.enter_context(self._attempts.participant())
             workers = [asyncio.create_task(self._work(batch, stack)) for stack in stacks]
             await _join(workers, batch)
         finally:
@@ -150,7 +136,7 @@ class RolloutScheduler:
                 "run again with --resume"
             ) from None
 
-    async def _sample(self, member: _Member, batch: _Batch) -> Trajectory:
+    async def _sample(self, member: Member, batch: _Batch) -> Trajectory:
         """Run a member until an attempt completes or none is left; its last attempt."""
         attempt = 0
         while True:
@@ -166,27 +152,10 @@ class RolloutScheduler:
             attempt += 1
             batch.num_retried += 1
 
-    async def _attempt(self, member: _Member, attempt: int, submitted: float) -> Trajectory:
-        """Run one episode in a task of its own, within `rollout.episode_timeout`."""
+    async def _attempt(self, member: Member, attempt: int, submitted: float) -> Trajectory:
         request = member.request
-        llm = LLM(
-            self._engine,
-            self._chat,
-            self._sampling_of(member),
-            max_turns=self._rollout.max_turns,
-            max_tokens=self._rollout.max_tokens,
-            rollout_id=member.rollout_id,
-            group_id=request.group_id,
-            seed=self._seed + attempt * SEED_STRIDE,
-        )
         queued = time.perf_counter() - submitted
-        episode = asyncio.create_task(self._episode(request, llm), name=member.rollout_id)
-        try:
-            done, _ = await asyncio.wait({episode}, timeout=self._rollout.episode_timeout)
-        except asyncio.CancelledError:
-            await self._cancel(episode)
-            raise
-        trajectory = episode.result() if done else await self._time_out(episode)
+        trajectory = await self._attempts.run(member, attempt)
         return replace(
             trajectory,
             example_id=request.example_id,
@@ -194,48 +163,6 @@ class RolloutScheduler:
             rollout_id=member.rollout_id,
             timings=replace(trajectory.timings, queue=queued),
         )
-
-    def _sampling_of(self, member: _Member) -> SamplingParams:
-        asked = self._sampling.logprobs and is_chosen(member.rollout_id, self._logprobs_share)
-        return replace(self._sampling, logprobs=asked)
-
-    async def _episode(self, request: GroupRequest, llm: LLM) -> Trajectory:
-        """The edge of an episode: whatever happens inside becomes a typed outcome."""
-        try:
-            # A copy, so that an agent that changes its example does not change its siblings'.
-            trajectory: object = await self._executor.execute(copy.deepcopy(request.example), llm)
-            if not isinstance(trajectory, Trajectory):
-                raise AgentError(
-                    f"{type(self._executor).__name__}.execute returned a "
-                    f"{type(trajectory).__name__}: return llm.trajectory(...)"
-                )
-            return trajectory
-        except UsageError:
-            raise
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-            return _failure(stop_reason_of(error), traceback.format_exc())
-
-    async def _time_out(self, episode: asyncio.Task[Trajectory]) -> Trajectory:
-        await self._cancel(episode)
-        message = (
-            f"the episode did not end within rollout.episode_timeout "
-            f"({self._rollout.episode_timeout:g} s)"
-        )
-        where = episode.result().error if episode.done() else None
-        return _failure(StopReason.TIMEOUT, f"{message}\n{where}" if where else message)
-
-    async def _cancel(self, episode: asyncio.Task[Trajectory]) -> None:
-        """Cancel an episode and give it time to close its instance."""
-        episode.cancel()
-        grace = self._rollout.close_timeout + CANCEL_GRACE
-        done, _ = await asyncio.wait({episode}, timeout=grace)
-        if not done:
-            logger.warning(
-                "episode %s went on for %g s after it was cancelled and is left behind: its agent "
-                "must let asyncio.CancelledError pass",
-                episode.get_name(),
-                grace,
-            )
 
 
 class _Batch:
@@ -252,7 +179,7 @@ class _Batch:
         self._requests = requests
         self._on_trajectory = on_trajectory
         self.waiting = deque(
-            _Member(request, rollout_id)
+            Member(request, rollout_id)
             for request in requests
             for rollout_id in request.rollout_ids()
         )
@@ -307,7 +234,3 @@ async def _join(workers: list[asyncio.Task[None]], batch: _Batch) -> None:
     for worker in done:
         if not worker.cancelled():
             worker.result()
-
-
-def _failure(stop_reason: StopReason, error: str) -> Trajectory:
-    return Trajectory(sequences=(), reward=None, stop_reason=stop_reason, error=error)

@@ -45,7 +45,7 @@ class Sampler:
             tool_parser=config.rollout.tool_parser,
             generation_eos=_end_token_ids(generation),
         )
-        self._scheduler = RolloutScheduler(
+        self._scheduler = RolloutScheduler.local(
             executor,
             engine,
             chat,

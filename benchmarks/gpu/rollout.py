@@ -66,7 +66,7 @@ async def run_episodes(
     """Run all episodes; sampled tokens per second."""
     workload = talk.workload
     params = SamplingParams(workload.sampled, min_new_tokens=workload.sampled, logprobs=logprobs)
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         talk, engine, chat, params, config.rollout, logprobs_share=float(logprobs)
     )
     # Every member is a request of its own, since it is told which feedback is its own.

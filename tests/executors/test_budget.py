@@ -129,7 +129,7 @@ async def test_one_of_eight_environments_raises_and_the_other_seven_complete() -
             self.closed += 1
 
     rollout = RolloutConfig(max_retries=1)
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         MultiTurnExecutor(Fragile, rollout),
         ScriptedEngine([[7]]),
         CHAT,

@@ -90,7 +90,7 @@ def make_executor(tmp_path: Path, *, coroutines: bool = False, **rollout) -> Mul
 
 async def run(executor: MultiTurnExecutor, tmp_path: Path, *does: str) -> RolloutResult:
     """One episode for each of what it does; the processes are gone when this returns."""
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         executor,
         ScriptedEngine([[10, 11]]),
         ChatFormat(build_tiny_tokenizer()),

@@ -18,7 +18,7 @@ from agentrl.errors import (
     EngineError,
     UsageError,
 )
-from agentrl.executors import scheduler as scheduler_module
+from agentrl.executors import attempts as attempts_module
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.groups import GroupRequest, spread_warning
 from agentrl.executors.llm import LLM
@@ -61,7 +61,7 @@ def requests(groups: int, members: int) -> list[GroupRequest]:
 
 def make(executor: AgentExecutor, engine: ScriptedEngine | None = None, **rollout):
     rollout = {"retry_pause": 0.0} | rollout
-    return RolloutScheduler(
+    return RolloutScheduler.local(
         executor,
         engine or ScriptedEngine([[7]]),
         CHAT,
@@ -224,7 +224,7 @@ async def test_an_episode_that_does_not_end_times_out_and_says_where_it_hung():
 
 
 async def test_an_episode_that_swallows_its_cancellation_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(scheduler_module, "CANCEL_GRACE", 0.0)
+    monkeypatch.setattr(attempts_module, "CANCEL_GRACE", 0.0)
     release = asyncio.Event()
 
     async def stubborn(example: Example, llm: LLM) -> None:
@@ -471,7 +471,7 @@ async def test_logprobs_are_asked_for_on_a_share_of_the_episodes_that_the_rollou
     engine = ScriptedEngine([[5, 1]])
 
     async def sample(share: float) -> dict[str, bool]:
-        scheduler = RolloutScheduler(
+        scheduler = RolloutScheduler.local(
             Loop(), engine, CHAT, SAMPLING, RolloutConfig(), logprobs_share=share
         )
         result = await scheduler.run(requests(50, 8))

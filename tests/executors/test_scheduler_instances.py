@@ -30,7 +30,7 @@ async def run(
     **rollout,
 ) -> RolloutResult:
     config = RolloutConfig(**rollout)
-    scheduler = RolloutScheduler(
+    scheduler = RolloutScheduler.local(
         MultiTurnExecutor(instance_class, config),
         engine or ScriptedEngine([[10, 11]]),
         CHAT,
@@ -215,7 +215,7 @@ def test_every_instance_is_closed_once_when_the_user_presses_ctrl_c(tmp_path):
                     os.write(1, f"closed {waiting.index(self)}\\n".encode())
 
             config = RolloutConfig()
-            scheduler = RolloutScheduler(
+            scheduler = RolloutScheduler.local(
                 MultiTurnExecutor(Waits, config), ScriptedEngine([[10]]),
                 ChatFormat(build_tiny_tokenizer()), rl.SamplingParams(max_new_tokens=8), config,
             )
