@@ -48,6 +48,10 @@ class ModelConfig(Section):
     """Of the learner's weights and computation."""
     attn_implementation: str = "sdpa"
     """transformers' attention: sdpa, eager, flash_attention_2, ..."""
+    use_liger_kernel: bool = False
+    """Run the learner's norms, rotary positions and gated MLPs as single kernels of the package
+    liger-kernel (the extra `liger`; GPUs only): less time and memory, and sums that differ in the
+    last bits."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora: LoraConfig = LoraConfig()

@@ -19,7 +19,8 @@ def build_optimizer(
     unless it is given.
 
     Call it before the parameters are partitioned, when their shapes still tell them apart. It is
-    torch's own on every device: DeepSpeed's CPU Adam does not resume bit for bit.
+    torch's own on every device: DeepSpeed's CPU Adam does not resume bit for bit. On a GPU it is
+    one kernel, which reads and writes each number once.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -27,7 +28,10 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=lr or config.lr, betas=config.betas
+        [group for group in groups if group["params"]],
+        lr=lr or config.lr,
+        betas=config.betas,
+        fused=torch.cuda.is_available() and config.offload == "none",
     )
 
 

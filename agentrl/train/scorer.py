@@ -13,6 +13,8 @@ Shapes: B sequences, T inputs, H hidden size, V vocabulary, N sampled tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -139,19 +141,15 @@ class TokenScorer(nn.Module):
             values_N = self.value_head(hidden_NH).squeeze(-1).float()
         return TokenScores(torch.cat(logprobs), torch.cat(entropies), values_N)
 
-    def _logits(self, hidden_NH: Tensor) -> Tensor:
-        logits_NV: Tensor = self.policy.get_output_embeddings()(hidden_NH).float()
-        if self.softcap is not None:
-            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
-        return logits_NV
-
     def _score(
         self, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        log_probs_NV = (self._logits(hidden_NH) / temperatures_N.unsqueeze(-1)).log_softmax(-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
-        return log_probs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+        logits_NV = self.policy.get_output_embeddings()(hidden_NH)
+        score = _compiled_scores() if logits_NV.is_cuda else _scores
+        scores: tuple[Tensor, Tensor] = score(
+            logits_NV, targets_N, temperatures_N, self.softcap, entropy_grad
+        )
+        return scores
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -160,12 +158,40 @@ class TokenScorer(nn.Module):
         ids_BT = torch.arange(1, 5, device=device).unsqueeze(0)
         hidden_BTH = self.policy.base_model(input_ids=ids_BT, use_cache=False)[0]
         own_BTV = self.policy(input_ids=ids_BT, use_cache=False).logits.float()
-        if not torch.allclose(self._logits(hidden_BTH), own_BTV, rtol=1e-3, atol=1e-4):
+        logits_BTV = self.policy.get_output_embeddings()(hidden_BTH)
+        if not torch.allclose(_capped(logits_BTV, self.softcap), own_BTV, rtol=1e-3, atol=1e-4):
             raise UsageError(
                 f"{type(self.policy).__name__} scales its logits in a way that the learner does "
                 "not know, so that it would train on wrong log-probabilities: choose another "
                 "--model.path."
             )
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits in float32, squeezed into -softcap to softcap if there is one."""
+    logits = logits.float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _scores(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    softcap: float | None,
+    entropy_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of each target and entropy [N] of its distribution, float32."""
+    scaled_NV = _capped(logits_NV, softcap) / temperatures_N.unsqueeze(-1)
+    log_probs_NV = scaled_NV.log_softmax(-1)
+    seen_NV = log_probs_NV if entropy_grad else log_probs_NV.detach()
+    entropy_N = -(seen_NV.exp() * seen_NV).sum(-1)
+    return log_probs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+
+
+@cache
+def _compiled_scores() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_scores` without the float32 copies of the logits that it would write to a GPU's memory."""
+    return torch.compile(_scores, dynamic=True)
 
 
 def value_head_for(model: PreTrainedModel) -> nn.Linear:

@@ -2,7 +2,8 @@
 
 The model runs on one row, all nodes of the tree with their depths as positions; what each attends
 to travels through its keyword arguments as a `TreePlan`. On a GPU it is a block mask for
-FlexAttention, which skips the blocks that nobody sees; on a CPU see `tree_kernel`.
+FlexAttention, which skips the blocks that nobody sees, and, where the tree is a single path, plain
+causal attention, which is faster; on a CPU see `tree_kernel`.
 
 The nodes may be a part of a larger tree whose other parts are computed at other times; their `Past`
 then brings the keys and values of the ancestors that are missing.
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -32,6 +34,7 @@ __all__ = [
     "TreePlan",
     "UnsupportedAttentionError",
     "attend_over_tree",
+    "causal_attention",
     "compiled_size",
     "flex_tree_attention",
 ]
@@ -40,6 +43,9 @@ TREE_ATTENTION = "agentrl_tree"
 """The name under which transformers knows it."""
 
 KeyValue: TypeAlias = tuple[Tensor, Tensor]
+
+COMPILED_MULTIPLE = 128
+"""FlexAttention's block. Sizes that are multiples of it need no checks at the edge."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -85,6 +91,11 @@ class TreePlan:
         return int(self._positions_T.sum()) + len(self._positions_T)
 
     @cached_property
+    def is_path(self) -> bool:
+        """Whether each node attends to all nodes before it, as in causal attention."""
+        return self.past is None and bool((self._subtree_end_T == len(self._subtree_end_T)).all())
+
+    @cached_property
     def pieces(self) -> TreePieces:
         """How the CPU cuts the work."""
         past_rows = None if self.past is None else self.past.rows_P
@@ -97,9 +108,11 @@ class TreePlan:
         if self.past is not None:
             ends = np.concatenate([self.past.rows_P, ends])
         before, end_K = len(ends) - size, torch.from_numpy(ends).to(self._device)
+        # A tensor, since a number would be compiled into the kernel.
+        before_1 = torch.tensor(before, device=self._device)
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k - before) & (q < end_K[k])
+            return (q >= k - before_1) & (q < end_K[k])
 
         return create_block_mask(seen, None, None, size, before + size, device=self._device)
 
@@ -124,24 +137,37 @@ def flex_tree_attention(
 
 
 def compiled_size(size: int) -> int:
-    """The number of nodes to pad to on a GPU, where each number is compiled once.
-
-    Multiples of 128, of which there are at most eight between a power of two and the next, so that
-    padding is an eighth of large trees at most.
-    """
-    step = max(128, 1 << max((size - 1).bit_length() - 4, 0))
-    return -(-size // step) * step
+    """The number of nodes to pad to on a GPU: FlexAttention is slower where blocks are cut."""
+    return -(-size // COMPILED_MULTIPLE) * COMPILED_MULTIPLE
 
 
-def _compiled_flex(*arguments: Any, **options: Any) -> Any:
-    # More sizes than torch would compile one function for before it gives up.
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-        return _compile_flex()(*arguments, **options)
+def _compiled_flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """FlexAttention, compiled for the first number of nodes, and at the second for all others."""
+    aligned = query.shape[2] % COMPILED_MULTIPLE == 0 and key.shape[2] % COMPILED_MULTIPLE == 0
+    # Trees of one or two blocks are compiled apart, as are those with and without gradient.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compile(_aligned_flex if aligned else flex_attention)(query, key, value, **options)
 
 
 @cache
-def _compile_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+def _compile(attend: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(attend)
+
+
+def _aligned_flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """FlexAttention on multiples of its block, said so that a kernel for any size may trust it."""
+    torch._check(query.shape[2] % COMPILED_MULTIPLE == 0)  # type: ignore[no-untyped-call]
+    torch._check(key.shape[2] % COMPILED_MULTIPLE == 0)  # type: ignore[no-untyped-call]
+    return flex_attention(query, key, value, **options)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend from query [1, H, T, D] to the key and value [1, K, T, D] of each node and all before
+    it; like `query`."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
 
 
 def attend_over_tree(
@@ -163,7 +189,9 @@ def attend_over_tree(
     own, past = (key, value), None
     if agentrl_tree.past is not None:
         own, past = agentrl_tree.past.exchange(int(module.layer_idx), own)  # type: ignore[arg-type]
-    if query.is_cuda:
+    if query.is_cuda and agentrl_tree.is_path:
+        out = causal_attention(query, key, value, scale)
+    elif query.is_cuda:
         if past is not None:
             own = torch.cat([past[0], own[0]], dim=2), torch.cat([past[1], own[1]], dim=2)
         out = flex_tree_attention(query, *own, agentrl_tree, scale, _compiled_flex)

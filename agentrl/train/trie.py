@@ -116,7 +116,13 @@ class TokenTrie:
         return Questions(found // base, found % base, temperatures, expand)
 
     def padded(self, size: int) -> TokenTrie:
-        """Add nodes up to `size` that see themselves alone and are asked for nothing."""
+        """Add nodes up to `size` that no other sees and that are asked for nothing.
+
+        They see themselves alone; behind a single path they prolong it, so that it stays one.
+        """
+        ends = np.append(self.subtree_end, np.arange(self.num_nodes, size) + 1)
+        if (self.subtree_end == self.num_nodes).all():
+            ends = np.full(size, size, dtype=np.int64)
         missing = np.zeros(size - self.num_nodes, dtype=np.int64)
         routes = self.routed_experts
         if routes is not None:
@@ -126,7 +132,7 @@ class TokenTrie:
             self,
             token_ids=np.append(self.token_ids, missing),
             positions=np.append(self.positions, missing),
-            subtree_end=np.append(self.subtree_end, np.arange(self.num_nodes, size) + 1),
+            subtree_end=ends,
             routed_experts=routes,
         )
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import UsageError
+from agentrl.models.liger import use_liger_kernels
 from agentrl.models.lora import Adapter
 from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup
@@ -108,6 +109,8 @@ class LearnerWorker:
         self.keeps_whole = keeps_whole(config.train, world_size)
         """Whether `named_weights` gathers nothing."""
         self.engine = start_training(self.scorer, optimizer, config.train, world_size=world_size)
+        if config.model.use_liger_kernel:
+            use_liger_kernels(policy)
         self.lr = config.train.lr
         self.optimizer_steps = 0
         self.critic: Critic | None = None
@@ -127,12 +130,15 @@ class LearnerWorker:
         scorer = TokenScorer(reference, temperature=config.rollout.temperature)
         if attention is not None:
             reference.set_attn_implementation(attention)
-        return start_scoring(
+        engine = start_scoring(
             scorer,
             world_size=self.group.world_size,
             offload=config.train.reference_offload,
             shards=self._shards,
         )
+        if config.model.use_liger_kernel:
+            use_liger_kernels(reference)
+        return engine
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:

@@ -3,7 +3,8 @@
 A prompt of 4,096 tokens, 8 samples of 8 turns, 64 sampled tokens a turn of which 32 are dropped
 from the history as thinking, 48 of feedback: 64 sequences of 284,160 tokens, 12,672 distinct. Each
 way is a whole update of the real learner (ZeRO-3, loss, gradient, AdamW) of a Qwen2.5-1.5B shape in
-bfloat16; the ways run one after the other on the same card, and the median of `--repeat` counts.
+bfloat16, with liger-kernel's layers unless `--no-liger`; the ways run one after the other on the
+same card, and the median of `--repeat` counts.
 `grad_rel_error_float32` compares trie and rows in float32; `bfloat16_error` is how far each way's
 bfloat16 gradient is from the rows' in float32.
 
@@ -75,12 +76,12 @@ def tool_use() -> list[Sample]:
     return samples
 
 
-def build(way: str, dtype: str, layers: int | None) -> Learner:
+def build(way: str, dtype: str, layers: int | None, liger: bool) -> Learner:
     """A learner that lays its micro-batches out in one way."""
     config = Config.model_validate(
         {
             "agent": Path("benchmark"),
-            "model": {"dtype": dtype},
+            "model": {"dtype": dtype, "use_liger_kernel": liger},
             "rollout": {"max_tokens": 8192},
             "train": {"prefix_sharing": way, "max_tokens_per_gpu": WAYS[way], "lr": 1e-6},
         }
@@ -88,9 +89,9 @@ def build(way: str, dtype: str, layers: int | None) -> Learner:
     return Learner(build_model(SHAPE, dtype=getattr(torch, dtype), layers=layers), config)
 
 
-def timing(way: str, samples: list[Sample], repeat: int) -> Timing:
+def timing(way: str, samples: list[Sample], repeat: int, liger: bool) -> Timing:
     """Time whole updates; the first ones, which compile, do not count."""
-    learner = build(way, "bfloat16", None)
+    learner = build(way, "bfloat16", None, liger)
     seconds, computed = [], 0.0
     try:
         for i in range(repeat + 2):
@@ -111,9 +112,9 @@ def timing(way: str, samples: list[Sample], repeat: int) -> Timing:
     return Timing(statistics.median(seconds), seconds, peak, int(computed))
 
 
-def gradient(way: str, dtype: str, samples: list[Sample]) -> Tensor:
+def gradient(way: str, dtype: str, samples: list[Sample], liger: bool) -> Tensor:
     """The gradient of the batch over all parameters of the smaller model, float32 on the host."""
-    learner = build(way, dtype, GRADIENT_LAYERS)
+    learner = build(way, dtype, GRADIENT_LAYERS, liger)
     try:
         learner.forward_backward(samples, learner.config.algo)
         named = policy_names(learner._worker.scorer)
@@ -130,7 +131,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def measure(ways: list[str], repeat: int) -> dict[str, Any]:
+def measure(ways: list[str], repeat: int, liger: bool) -> dict[str, Any]:
     """Everything that is printed."""
     samples = tool_use()
     result: dict[str, Any] = {
@@ -138,10 +139,10 @@ def measure(ways: list[str], repeat: int) -> dict[str, Any]:
         "sequences": len(samples),
         "tokens_given": sum(sample.num_inputs for sample in samples),
     }
-    exact = gradient("padded", "float32", samples)
-    result["grad_rel_error_float32"] = distance(gradient("trie", "float32", samples), exact)
-    errors = {way: distance(gradient(way, "bfloat16", samples), exact) for way in ways}
-    timings = {way: timing(way, samples, repeat) for way in ways}
+    exact = gradient("padded", "float32", samples, liger)
+    result["grad_rel_error_float32"] = distance(gradient("trie", "float32", samples, liger), exact)
+    errors = {way: distance(gradient(way, "bfloat16", samples, liger), exact) for way in ways}
+    timings = {way: timing(way, samples, repeat, liger) for way in ways}
     for way, timed in timings.items():
         result[way] = {
             "seconds": timed.seconds,
@@ -159,8 +160,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--repeat", type=int, default=5, help="updates of each; the median counts")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
-    result = measure(arguments.ways, arguments.repeat)
+    result = measure(arguments.ways, arguments.repeat, arguments.liger)
     print(f"{result['card']}, torch {result['torch']}, {SHAPE} bfloat16")
     print(f"{'':8}{'seconds':>10}{'computed':>10}{'GiB':>8}{'error':>10}{'trie speedup':>14}")
     for way in arguments.ways:

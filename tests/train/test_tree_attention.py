@@ -12,7 +12,12 @@ from trie_parts import batches, sample
 
 from agentrl.train import tree_kernel
 from agentrl.train.batch import Sample
-from agentrl.train.tree_attention import TreePlan, compiled_size, flex_tree_attention
+from agentrl.train.tree_attention import (
+    TreePlan,
+    causal_attention,
+    compiled_size,
+    flex_tree_attention,
+)
 from agentrl.train.tree_kernel import cut_pieces, tree_attention
 from agentrl.train.trie import TokenTrie
 
@@ -129,8 +134,24 @@ def test_the_block_mask_of_a_gpu_knows_the_past():
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
-def test_few_sizes_are_compiled_and_an_eighth_is_padding_at_most():
-    sizes = [compiled_size(n) for n in range(2048, 16385)]
-    assert all(0 <= size - n <= n / 8 for n, size in enumerate(sizes, 2048))
-    assert len(set(sizes)) <= 3 * 8 + 1
-    assert compiled_size(1) == 128
+def test_sizes_on_a_gpu_are_whole_blocks():
+    assert [compiled_size(n) for n in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
+
+
+def test_a_single_path_is_causal_attention():
+    trie = TokenTrie.build([sample(list(range(3, 60)))])
+    query, key, value, _ = (x.detach().float() for x in inputs(trie, torch.float32))
+    plan = TreePlan(trie.positions, trie.subtree_end, torch.device("cpu"))
+    assert plan.is_path
+    out = causal_attention(query, key[:, :1], value[:, :1], 0.35)
+    shared = [x[:, :1].expand(-1, 3, -1, -1) for x in (key, value)]
+    torch.testing.assert_close(out, plain(query, *shared, trie, 0.35), atol=1e-5, rtol=0)
+
+
+def test_what_forks_or_continues_other_nodes_is_no_path():
+    device = torch.device("cpu")
+    forked = TokenTrie.build([sample([1, 2, 3]), sample([1, 4, 3])])
+    assert not TreePlan(forked.positions, forked.subtree_end, device).is_path
+    alone = TokenTrie.build([sample([1, 2, 3])])
+    past = SimpleNamespace(rows_P=np.array([2]))
+    assert not TreePlan(alone.positions, alone.subtree_end, device, past).is_path

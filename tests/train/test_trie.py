@@ -54,10 +54,16 @@ def test_no_samples_are_no_nodes():
     assert len(trie.questions().nodes) == len(trie.questions().expand) == 0
 
 
-def test_padding_sees_itself_alone():
+def test_padding_of_a_tree_sees_itself_alone():
+    trie = TokenTrie.build([sample([4, 5, 6]), sample([4, 7, 6])]).padded(5)
+    assert trie.token_ids.tolist() == [4, 5, 7, 0, 0]
+    assert trie.subtree_end.tolist() == [3, 2, 3, 4, 5]
+
+
+def test_padding_prolongs_a_path():
     trie = TokenTrie.build([sample([4, 5, 6])]).padded(4)
     assert trie.token_ids.tolist() == [4, 5, 0, 0]
-    assert trie.subtree_end.tolist() == [2, 2, 3, 4]
+    assert trie.subtree_end.tolist() == [4, 4, 4, 4]
 
 
 @settings(deadline=None)

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+from learner_parts import VOCAB
 from test_sharing import SMALL, build, gradients
-from transformers import LlamaConfig, PreTrainedModel
-from trie_parts import forked
+from transformers import (
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+from trie_parts import forked, sample
 
+from agentrl.models.liger import use_liger_kernels
 from agentrl.train.batch import Sample
 from agentrl.train.microbatch import MicroBatch, collate
 from agentrl.train.scorer import TokenScorer
@@ -13,15 +24,12 @@ from agentrl.train.tree_attention import TREE_ATTENTION
 
 pytestmark = pytest.mark.gpu
 
-
-def model_with_heads_of_16() -> PreTrainedModel:
-    """The smallest that FlexAttention compiles."""
-    return build(LlamaConfig(**(SMALL | {"head_dim": 16})))
+HEADS_OF_16 = SMALL | {"head_dim": 16}
+"""The smallest that FlexAttention compiles."""
 
 
-def on_the_gpu(samples: list[Sample]) -> torch.Tensor:
+def on_the_gpu(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """The gradients that `gradients` takes on the CPU."""
-    model = model_with_heads_of_16()
     scorer = TokenScorer(model, temperature=0.7, value_head=True).cuda()
     torch.nn.init.ones_(scorer.value_head.weight)
     model.set_attn_implementation(TREE_ATTENTION)
@@ -37,9 +45,46 @@ def on_the_gpu(samples: list[Sample]) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in found]).cpu()
 
 
-@pytest.mark.parametrize("groups", [1, 8])
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def llama() -> PreTrainedModel:
+    return build(LlamaConfig(**HEADS_OF_16))
+
+
+@pytest.mark.parametrize("groups", [1, 8, 5, 13])
 def test_gradients_are_those_of_separate_sequences_on_the_cpu(groups: int):
     samples = [sample for seed in range(groups) for sample in forked(seed)]
-    expected = gradients(model_with_heads_of_16(), samples, as_trie=False)
-    error = (on_the_gpu(samples) - expected).norm() / expected.norm()
-    assert error < 1e-3
+    expected = gradients(llama(), samples, as_trie=False)
+    assert relative_error(on_the_gpu(llama(), samples), expected) < 1e-3
+
+
+def test_a_single_path_too():
+    generator = torch.Generator().manual_seed(0)
+    path = sample(torch.randint(VOCAB, (200,), generator=generator).tolist(), sampled=60)
+    expected = gradients(llama(), [path], as_trie=False)
+    assert relative_error(on_the_gpu(llama(), [path]), expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("config", "module"),
+    [
+        (LlamaConfig(**HEADS_OF_16), modeling_llama),
+        (Qwen2Config(**HEADS_OF_16), modeling_qwen2),
+        (Qwen3Config(**HEADS_OF_16), modeling_qwen3),
+    ],
+    ids=["llama", "qwen2", "qwen3"],
+)
+def test_liger_kernels_give_the_same_gradients(
+    config: PretrainedConfig, module: object, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("liger_kernel")
+    samples = [sample for seed in range(3) for sample in forked(seed)]
+    expected = gradients(build(config), samples, as_trie=False)
+    for name in vars(module).copy():  # undone afterwards: they are replaced for the whole process
+        if name == "apply_rotary_pos_emb" or name.endswith(("RMSNorm", "MLP")):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    model = build(config)
+    use_liger_kernels(model)
+    assert relative_error(on_the_gpu(model, samples), expected) < 1e-3
