@@ -27,7 +27,12 @@ from agentrl.config_base import (
     PositiveInt,
     Section,
 )
-from agentrl.config_engine import VLLM_LORA_RANKS, EngineConfig, refuse_temperature
+from agentrl.config_engine import (
+    SERVER_KINDS,
+    VLLM_LORA_RANKS,
+    EngineConfig,
+    refuse_temperature,
+)
 from agentrl.config_model import LoraConfig, ModelConfig
 
 __all__ = [
@@ -119,7 +124,10 @@ class RolloutConfig(Section):
     and fork the trajectory."""
     tool_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "json"] = "auto"
     max_concurrency: PositiveInt = 256
-    """Episodes in flight at once."""
+    """Episodes in flight at once, in all processes together."""
+    num_processes: PositiveInt = 1
+    """Processes that share the episodes, and the requests to the servers of `vllm` or `sglang`,
+    where one event loop is not enough for all that are in flight. 1: those of this process."""
     env_backend: Literal["thread", "process", "ray"] = "thread"
     """Where an environment runs. `thread`: in this process, its plain methods in a thread of their
     own. `process`: in a process of its own, forked for each episode: one that crashes, hangs or
@@ -171,6 +179,17 @@ class RolloutConfig(Section):
         if self.fail_fast:
             unused = {"max_retries", "retry_pause", "max_consecutive_failures"}
             self._refuse_ignored("rollout", unused, "rollout.fail_fast ends the run before")
+        if self.num_processes > self.max_concurrency:
+            raise ValueError(
+                f"rollout.num_processes ({self.num_processes}) is more than "
+                f"rollout.max_concurrency ({self.max_concurrency}), so that some would have no "
+                "episode: lower it"
+            )
+        if self.num_processes > 1 and self.env_backend == "ray":
+            raise ValueError(
+                "rollout.num_processes above 1 does not go with rollout.env_backend ray, which "
+                "each of them would start for itself: set one of them to its default"
+            )
         if self.max_retries == 0 and self.retry_pause > 0:
             self._refuse_ignored("rollout", {"retry_pause"}, "rollout.max_retries is 0")
         return self
@@ -310,6 +329,11 @@ class Config(Section):
         self._check_lora()
         self._check_learner()
         self._check_staleness()
+        if rollout.num_processes > 1 and self.engine.kind not in SERVER_KINDS:
+            raise ValueError(
+                f"rollout.num_processes above 1 needs an engine that is a server, and engine.kind "
+                f"{self.engine.kind} samples in this process: use vllm or sglang, or set it to 1"
+            )
         refuse_temperature(self.engine.kind, rollout.temperature)
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.kind scripted needs engine.script, a file of responses")

@@ -180,6 +180,19 @@ def test_a_combination_that_is_impossible_within_a_section_reads_as_a_sentence()
     assert message.startswith("engine.num_engines would be ignored")
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "engine.kind transformers samples in this process: use vllm or sglang"),
+        ("--engine.kind vllm --rollout.env_backend ray", "does not go with rollout.env_backend"),
+        ("--engine.kind vllm --rollout.max_concurrency 2", "more than rollout.max_concurrency"),
+    ],
+)
+def test_rollout_processes_that_could_do_nothing_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        from_flags("--rollout.num_processes", "3", *flags.split())
+
+
 def test_what_toml_cannot_hold_is_a_usage_error() -> None:
     config = from_flags("--engine.kind", "vllm", "--engine.extra", '{"a": null}')
     with pytest.raises(UsageError, match="leave null out"):

@@ -1,26 +1,30 @@
-"""Everything that samples, put together: agent, chat format, engine and rollout scheduler."""
+"""Everything that samples, put together: agent, engine, attempts and rollout scheduler."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from agentrl.chat import ChatFormat
 from agentrl.config import Config
 from agentrl.config_engine import SERVER_KINDS
 from agentrl.engines.base import Engine
 from agentrl.engines.embedded.weights import skeleton
 from agentrl.engines.factory import make_engine
+from agentrl.engines.pool import EnginePool
 from agentrl.errors import UsageError
+from agentrl.executors.attempts import Attempts
 from agentrl.executors.base import AgentExecutor
+from agentrl.executors.build import local_attempts
 from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.scheduler import RolloutScheduler
-from agentrl.types import SamplingParams, Trajectory
+from agentrl.executors.workers.attempts import ProcessAttempts
+from agentrl.types import Trajectory
 
-__all__ = ["Sampler", "build_engine", "sampling_params"]
+__all__ = ["Sampler", "build_engine"]
 
 
 class Sampler:
@@ -39,21 +43,14 @@ class Sampler:
     ) -> None:
         self.engine = engine
         self._executor = executor
-        chat = ChatFormat(
-            tokenizer,
-            history=config.rollout.history,
-            tool_parser=config.rollout.tool_parser,
-            generation_eos=_end_token_ids(generation),
-        )
-        self._scheduler = RolloutScheduler.local(
-            executor,
-            engine,
-            chat,
-            sampling_params(config),
-            config.rollout,
-            seed=config.train.seed,
-            logprobs_share=config.sampler_logprobs_share,
-        )
+        end_token_ids = _end_token_ids(generation)
+        self._attempts: Attempts
+        if config.rollout.num_processes > 1:
+            assert isinstance(engine, EnginePool), "the configuration allows servers only"
+            self._attempts = ProcessAttempts(config, engine, end_token_ids)
+        else:
+            self._attempts = local_attempts(config, executor, engine, tokenizer, end_token_ids)
+        self._scheduler = RolloutScheduler(self._attempts, config.rollout)
 
     async def run(
         self,
@@ -66,14 +63,23 @@ class Sampler:
         return await self._scheduler.run(requests, on_trajectory, patience=patience)
 
     async def __aenter__(self) -> Sampler:
-        await self.engine.start()
+        try:
+            async with asyncio.TaskGroup() as starting:  # both take seconds
+                starting.create_task(self.engine.start())
+                starting.create_task(self._attempts.start())
+        except BaseExceptionGroup as group:
+            await self.__aexit__()
+            raise group.exceptions[0] from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            await self._executor.close()
+            await self._attempts.close()
         finally:
-            await self.engine.close()
+            try:
+                await self._executor.close()
+            finally:
+                await self.engine.close()
 
 
 def build_engine(
@@ -110,17 +116,6 @@ def build_engine(
         module = skeleton(policy, getattr(torch, config.model.dtype), device)
     return make_engine(
         config, run_dir=run_dir, model_folder=folder, module=module, tokenizer=tokenizer
-    )
-
-
-def sampling_params(config: Config) -> SamplingParams:
-    """What every engine call of the run samples with, unless an episode overrides it."""
-    rollout = config.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
     )
 
 

@@ -1,8 +1,8 @@
-"""What travels between agentrl and the process of an environment: pickled values, length first.
+"""What travels between agentrl and a process of its own: pickled values, length first.
 
-A call is `(method, arguments)`. The answer is an `Outcome`. `CANCEL` asks to cancel the call that
-is running, as far as a coroutine can be; it is answered like any other. Both sides run the same
-code for the same user, so that pickle gives away nothing.
+A call to an environment is `(method, arguments)`. The answer is an `Outcome`. `CANCEL` asks to
+cancel the call that is running, as far as a coroutine can be; it is answered like any other. Both
+sides run the same code for the same user, so that pickle gives away nothing.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Outcome:
             pickle.loads(pickle.dumps(error))
         except Exception as reason:  # noqa: BLE001 - a class of the user's may raise anything
             error = AgentError(
-                f"{type(error).__name__}: {error} (raised in the environment's process, and cannot "
-                f"be pickled: {reason})"
+                f"{type(error).__name__}: {error} (raised in another process, and cannot be "
+                f"pickled: {reason})"
             )
         return cls(error=error, traceback=text)
 
@@ -77,8 +77,10 @@ class Outcome:
         return self.value
 
 
-def to_bytes(value: object) -> bytes:
-    """One frame.
+def to_bytes(
+    value: object, remedy: str = "return plain values, or set rollout.env_backend thread"
+) -> bytes:
+    """One frame. `remedy` is what to do about a value that cannot travel.
 
     Raises:
         AgentError: the value cannot be pickled.
@@ -87,8 +89,7 @@ def to_bytes(value: object) -> bytes:
         body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # an object of the user's may raise anything
         raise AgentError(
-            f"{value!r:.200} cannot travel between processes ({error}): return plain values, or "
-            "set rollout.env_backend thread"
+            f"{value!r:.200} cannot travel between processes ({error}): {remedy}"
         ) from error
     return _LENGTH.pack(len(body)) + body
 

@@ -16,7 +16,6 @@ the socket closes, or agentrl dies, all of them end.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -32,17 +31,15 @@ from agentrl.errors import AgentRLError
 from agentrl.executors.base import AgentInstance
 from agentrl.executors.process.child import serve
 from agentrl.executors.process.frames import MESSAGE_BYTES
+from agentrl.executors.process.parent import die_with_parent
 from agentrl.executors.process.recipe import Recipe
 
 __all__ = ["main"]
 
-PR_SET_PDEATHSIG = 1
-"""prctl(2) option of Linux."""
-
 
 def main(descriptor: int) -> None:
     """Serve the control socket until it closes."""
-    _die_with_parent()
+    die_with_parent()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     recipe = Recipe(**json.loads(control.recv(MESSAGE_BYTES)))
@@ -115,7 +112,7 @@ class _Nursery:
         """In the new process: never returns."""
         status = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -155,11 +152,6 @@ class _Nursery:
 def _end_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

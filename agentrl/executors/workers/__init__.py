@@ -1,0 +1,1 @@
+"""Episodes in several rollout processes beside this one (`rollout.num_processes`)."""

@@ -1,0 +1,238 @@
+"""One rollout process as agentrl sees it: started, asked to run attempts, watched and ended.
+
+An attempt whose process dies has failed, like one that raised: the scheduler runs it again. The
+process leads a group of its own, so that Ctrl-C reaches agentrl alone; what is left of the group
+ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from agentrl import event_loop
+from agentrl.engines.lender import Answered, Ask, Broke, GaveUp, Lender, Sent
+from agentrl.engines.pool import EnginePool
+from agentrl.errors import AgentError
+from agentrl.executors.attempts import CANCEL_GRACE, Member, failed_attempt
+from agentrl.executors.process.frames import Outcome
+from agentrl.executors.workers.channel import Channel
+from agentrl.executors.workers.messages import (
+    Begin,
+    Cancel,
+    Close,
+    Ended,
+    Failed,
+    Logged,
+    NewWeights,
+    Ready,
+    Setup,
+)
+from agentrl.types import StopReason, Trajectory
+
+__all__ = ["WorkerProcess"]
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 300.0
+"""The agent's file and the tokenizer must be loaded within this."""
+
+EXIT_SECONDS = 5.0
+"""How long a process may take to end once its socket has."""
+
+POLL_SECONDS = 0.02
+
+SLACK_SECONDS = 5.0
+"""Beyond what a process allows itself, for a machine that has much to do."""
+
+
+class WorkerProcess:
+    """One process.
+
+    Attributes:
+        ended: set when nothing of it is left.
+        num_begun: attempts so far.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], pool: EnginePool, close_timeout: float
+    ) -> None:
+        self._process = process
+        self._channel = Channel(self._take, self._lose)
+        self._lender = Lender(pool, self._channel.send)
+        self._close_seconds = close_timeout + CANCEL_GRACE + SLACK_SECONDS
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Outcome]] = {}
+        self._ready: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._reaping: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+        self.num_begun = 0
+
+    @classmethod
+    async def start(cls, setup: Setup, pool: EnginePool) -> WorkerProcess:
+        """Start a process and wait until it is ready.
+
+        Args:
+            setup: what it needs to know.
+            pool: the engines that its requests go to.
+
+        Raises:
+            UsageError: the agent's file or the tokenizer cannot be loaded there.
+            AgentError: it ended, or was not ready in time.
+        """
+        process, ours = _spawn()
+        worker = cls(process, pool, setup.config.rollout.close_timeout)
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: worker._channel, sock=ours)
+        worker._channel.send(setup)
+        try:
+            await asyncio.wait({worker._ready}, timeout=START_SECONDS)
+            if not worker._ready.done():
+                raise AgentError(
+                    f"a rollout process was not ready within {START_SECONDS:g} s: make the import "
+                    "of the agent's file faster, or set rollout.num_processes 1"
+                )
+            worker._ready.result().result()
+        except BaseException:
+            worker.kill()
+            await worker.ended.wait()
+            raise
+        worker.note_version(pool.weight_version)
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is there, as far as is known."""
+        return self._reaping is None
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that it has been given and that have not ended."""
+        return len(self._answers)
+
+    async def run(self, member: Member, attempt: int) -> Trajectory:
+        """Run an attempt there; see `Attempts.run`. One that the process does not survive failed.
+
+        Raises:
+            UsageError: raised inside the episode.
+            AgentError: the example cannot travel.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._channel.send(Begin(number, member, attempt))
+        self._answers[number] = answer
+        self.num_begun += 1
+        try:
+            await asyncio.wait({answer})
+        except asyncio.CancelledError:
+            self._channel.send(Cancel(number))
+            # The process itself says which episode did not end in time.
+            await asyncio.wait({answer}, timeout=self._close_seconds)
+            raise
+        finally:
+            del self._answers[number]
+        trajectory: Trajectory = answer.result().result()
+        return trajectory
+
+    def note_version(self, version: int) -> None:
+        """Tell it of new weights."""
+        self._channel.send(NewWeights(version))
+
+    def kill(self) -> None:
+        """End it and all that it started, now."""
+        if self._process.returncode is None:  # not reaped, so that the id is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Have it end its attempts and itself; nothing of it is left when this returns."""
+        self._channel.send(Close())
+        try:
+            async with asyncio.timeout(self._close_seconds + event_loop.GRACE):
+                await self.ended.wait()
+        except TimeoutError:
+            logger.warning("a rollout process did not end by itself and is killed")
+            self.kill()
+            await self.ended.wait()
+
+    def describe_end(self) -> str:
+        """Say how it ended."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with status {code}"
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Ask() | Sent() | Answered() | Broke() | GaveUp():
+                self._lender.take(message)
+            case Ended(number=number, outcome=outcome):
+                if (answer := self._answers.get(number)) is not None:
+                    answer.set_result(outcome)
+            case Logged(logger=name, level=level, text=text):
+                logging.getLogger(name).log(level, "%s", text)
+            case Ready():
+                self._ready.set_result(Outcome())
+            case Failed(outcome=outcome):
+                self._ready.set_result(outcome)
+
+    def _lose(self) -> None:
+        self._lender.close()
+        self._reaping = asyncio.create_task(self._reap())
+
+    async def _reap(self) -> None:
+        """Wait for the end of the process, end what it leaves, and tell those who wait for it."""
+        try:
+            deadline = time.monotonic() + EXIT_SECONDS
+            while not _has_exited(self._process.pid):
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self.kill()
+            self._process.wait()
+            how = f"the rollout process {self.describe_end()}"
+            failed = failed_attempt(StopReason.ENV_ERROR, f"{how} during the episode")
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_result(Outcome(failed))
+            if not self._ready.done():
+                error = AgentError(
+                    f"{how} before it was ready: see its last words above, and whether the "
+                    "agent's file can be loaded by several processes at once; "
+                    "rollout.num_processes 1 needs none"
+                )
+                self._ready.set_result(Outcome(error=error))
+            self.ended.set()
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process, and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def _has_exited(pid: int) -> bool:
+    """Whether a child has ended; its status is still to be taken."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
