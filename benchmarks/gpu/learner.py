@@ -17,6 +17,7 @@ is not counted.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -111,6 +112,7 @@ def measure(
     finally:
         learner.close()
     del learner
+    gc.collect()  # DeepSpeed's engine refers to itself
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     median = statistics.median(seconds)

@@ -14,6 +14,7 @@ bfloat16 gradient is from the rows' in float32.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -108,6 +109,7 @@ def timing(way: str, samples: list[Sample], repeat: int, liger: bool) -> Timing:
     finally:
         learner.close()
     del learner
+    gc.collect()  # DeepSpeed's engine refers to itself
     torch.cuda.empty_cache()
     return Timing(statistics.median(seconds), seconds, peak, int(computed))
 
@@ -122,6 +124,7 @@ def gradient(way: str, dtype: str, samples: list[Sample], liger: bool) -> Tensor
     finally:
         learner.close()
     del learner, named
+    gc.collect()  # DeepSpeed's engine refers to itself
     torch.cuda.empty_cache()
     return torch.cat(parts)
 

@@ -1,5 +1,6 @@
 """The CPU's kernel and the GPU's mask against plain attention under the tree's boolean mask."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -155,3 +156,16 @@ def test_what_forks_or_continues_other_nodes_is_no_path():
     alone = TokenTrie.build([sample([1, 2, 3])])
     past = SimpleNamespace(rows_P=np.array([2]))
     assert not TreePlan(alone.positions, alone.subtree_end, device, past).is_path
+
+
+def test_a_size_recurs_after_so_many_trees_of_it(monkeypatch):
+    monkeypatch.setattr("agentrl.train.tree_attention.RECURRING", 2)
+    monkeypatch.setattr("agentrl.train.tree_attention._trees_of", Counter())
+    trie, device = TokenTrie.build([sample([1, 2, 3])]), torch.device("cpu")
+    past = SimpleNamespace(rows_P=np.array([2]))
+
+    def recurs(past: SimpleNamespace | None = None) -> bool:
+        return TreePlan(trie.positions, trie.subtree_end, device, past).recurs
+
+    assert [recurs() for _ in range(4)] == [False, False, True, True]
+    assert not recurs(past)

@@ -17,6 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from trie_parts import forked, sample
 
 from agentrl.models.liger import use_liger_kernels
+from agentrl.train import tree_attention
 from agentrl.train.batch import Sample
 from agentrl.train.microbatch import MicroBatch, collate
 from agentrl.train.scorer import TokenScorer
@@ -53,17 +54,22 @@ def llama() -> PreTrainedModel:
     return build(LlamaConfig(**HEADS_OF_16))
 
 
+@pytest.mark.parametrize("recurring", [0, 1000])
 @pytest.mark.parametrize("groups", [1, 8, 5, 13])
-def test_gradients_are_those_of_separate_sequences_on_the_cpu(groups: int):
+def test_gradients_are_those_of_separate_sequences_on_the_cpu(
+    groups: int, recurring: int, monkeypatch: pytest.MonkeyPatch
+):
+    """With a kernel for every size, and with one for each."""
+    monkeypatch.setattr(tree_attention, "RECURRING", recurring)
     samples = [sample for seed in range(groups) for sample in forked(seed)]
-    expected = gradients(llama(), samples, as_trie=False)
+    expected = gradients(llama(), samples, "padded")
     assert relative_error(on_the_gpu(llama(), samples), expected) < 1e-3
 
 
 def test_a_single_path_too():
     generator = torch.Generator().manual_seed(0)
     path = sample(torch.randint(VOCAB, (200,), generator=generator).tolist(), sampled=60)
-    expected = gradients(llama(), [path], as_trie=False)
+    expected = gradients(llama(), [path], "padded")
     assert relative_error(on_the_gpu(llama(), [path]), expected) < 1e-3
 
 
@@ -81,7 +87,7 @@ def test_liger_kernels_give_the_same_gradients(
 ):
     pytest.importorskip("liger_kernel")
     samples = [sample for seed in range(3) for sample in forked(seed)]
-    expected = gradients(build(config), samples, as_trie=False)
+    expected = gradients(build(config), samples, "padded")
     for name in vars(module).copy():  # undone afterwards: they are replaced for the whole process
         if name == "apply_rotary_pos_emb" or name.endswith(("RMSNorm", "MLP")):
             monkeypatch.setattr(module, name, getattr(module, name))
