@@ -5,7 +5,8 @@ server that agentrl starts, with and without log-probabilities; then the server 
 episodes run in the engine's process with the same options. Every round has prompts of its own, so
 that nothing is cached before it. Rates are sampled tokens per second, medians over rounds.
 
-    python benchmarks/gpu/rollout.py --engine vllm [--shape qwen2.5-1.5b] [--python PYTHON] [--json]
+    python benchmarks/gpu/rollout.py --engine vllm [--shape qwen2.5-1.5b] [--python PYTHON]
+        [--processes N] [--json]
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,54 +28,45 @@ from episodes import Workload
 from servers import server_config
 from shapes import SHAPES, card
 
-from agentrl.chat import ChatFormat
 from agentrl.config import Config
-from agentrl.engines.base import Engine
 from agentrl.engines.factory import make_engine
-from agentrl.executors.base import AgentExecutor
+from agentrl.engines.pool import EnginePool
+from agentrl.executors.attempts import Attempts
+from agentrl.executors.build import local_attempts
 from agentrl.executors.groups import GroupRequest
-from agentrl.executors.llm import LLM
 from agentrl.executors.scheduler import RolloutScheduler
+from agentrl.executors.workers.attempts import ProcessAttempts
 from agentrl.models.load import load_tokenizer
-from agentrl.types import Example, SamplingParams, StopReason, Trajectory
+from agentrl.plugin import load_agent
+
+AGENT = Path(__file__).with_name("talk.py")
 
 
-class Talk(AgentExecutor):
-    """One episode of the workload, on tokens."""
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Sampled tokens per second of one round, and tokens that were and could have been cached."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.cached = self.possible = 0
-
-    async def execute(self, example: Example, llm: LLM) -> Trajectory:
-        """Sample the turns; count what the prefix cache gave and could have given."""
-        context = self.workload.prompt_ids(example["group"], example["seed"])
-        computed = 0
-        for feedback in self.workload.feedback_ids(example["group"], example["member"]):
-            result = await llm.generate(context)
-            self.cached += result.cached_tokens if computed else 0
-            self.possible += computed
-            context = context + result.token_ids.tolist()
-            computed = len(context) - 1  # the last sampled token was never an input
-            context = context + feedback
-        return Trajectory((), 1.0, StopReason.DONE)
+    rate: float
+    cached: int
+    possible: int
 
 
 async def run_episodes(
-    engine: Engine, chat: ChatFormat, config: Config, talk: Talk, seed: int, logprobs: bool
-) -> float:
-    """Run all episodes; sampled tokens per second."""
-    workload = talk.workload
-    params = SamplingParams(workload.sampled, min_new_tokens=workload.sampled, logprobs=logprobs)
-    scheduler = RolloutScheduler.local(
-        talk, engine, chat, params, config.rollout, logprobs_share=float(logprobs)
-    )
+    scheduler: RolloutScheduler, workload: Workload, seed: int, logprobs: bool
+) -> Round:
+    """Run all episodes."""
     # Every member is a request of its own, since it is told which feedback is its own.
     groups = [
         GroupRequest(
             f"{seed}-{group}-{member}",
             str(group),
-            {"group": group, "member": member, "seed": seed},
+            {
+                "workload": asdict(workload),
+                "group": group,
+                "member": member,
+                "seed": seed,
+                "logprobs": logprobs,
+            },
             1,
         )
         for group in range(workload.groups)
@@ -85,27 +77,39 @@ async def run_episodes(
     seconds = time.perf_counter() - began
     if len(result.groups) != workload.episodes:
         raise RuntimeError(f"only {len(result.groups)} episodes ended well")
-    return workload.tokens_sampled / seconds
+    cached, possible = (
+        int(sum(trajectory.metrics[name] for trajectory in result.outcomes))
+        for name in ("cached", "possible")
+    )
+    return Round(workload.tokens_sampled / seconds, cached, possible)
 
 
 async def through_agentrl(config: Config, workload: Workload, folder: Path, rounds: int) -> Any:
     """Rates by round with and without log-probabilities, and the share of cache hits."""
-    tokenizer = load_tokenizer(config.model)
-    engine = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
-    chat, talk = ChatFormat(tokenizer), Talk(workload)
+    pool = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
+    assert isinstance(pool, EnginePool)
+    attempts: Attempts
+    if config.rollout.num_processes > 1:
+        attempts = ProcessAttempts(config, pool, ())
+    else:
+        executor = load_agent(config.agent).make_executor(config.rollout, config.data)
+        attempts = local_attempts(config, executor, pool, load_tokenizer(config.model), ())
+    scheduler = RolloutScheduler(attempts, config.rollout)
     rates: dict[str, list[float]] = {"without": [], "with": []}
+    done: list[Round] = []
     try:
-        await engine.start()
+        await pool.start()
+        await attempts.start()
         for seed in range(rounds + 1):
             for name, logprobs in (("without", False), ("with", True)):
-                found = await run_episodes(
-                    engine, chat, config, talk, 2 * seed + logprobs, logprobs
-                )
+                done.append(await run_episodes(scheduler, workload, 2 * seed + logprobs, logprobs))
                 if seed > 0:
-                    rates[name].append(found)
+                    rates[name].append(done[-1].rate)
     finally:
-        await engine.close()
-    return {"tokens_per_second": rates, "cache_hit_of_possible": talk.cached / talk.possible}
+        await attempts.close()
+        await pool.close()
+    hits = sum(each.cached for each in done) / sum(each.possible for each in done)
+    return {"tokens_per_second": rates, "cache_hit_of_possible": hits}
 
 
 def in_process(config: Config, workload: Workload, folder: Path, rounds: int) -> Any:
@@ -144,6 +148,7 @@ def main() -> None:
     parser.add_argument("--options", type=Path, help="TOML with options of the server")
     parser.add_argument("--workload", default="{}", help="JSON with fields of episodes.Workload")
     parser.add_argument("--rounds", type=int, default=5, help="the median counts")
+    parser.add_argument("--processes", type=int, default=1, help="rollout.num_processes")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     workload = Workload(**json.loads(arguments.workload))
@@ -160,13 +165,15 @@ def main() -> None:
             "max_tokens": workload.max_model_len,
             "max_new_tokens": workload.sampled,
             "max_concurrency": workload.episodes,
+            "num_processes": arguments.processes,
         }
         config = server_config(
             arguments.engine, arguments.shape, folder, engine=engine, rollout=rollout
-        )
+        ).model_copy(update={"agent": AGENT})
         ours = asyncio.run(through_agentrl(config, workload, folder, arguments.rounds))
         bare = in_process(config, workload, folder, arguments.rounds)
     result = {**card(), "engine": arguments.engine, "shape": arguments.shape}
+    result["processes"] = arguments.processes
     print(f"{arguments.engine}, {arguments.shape}, {result['card']}")
     print(f"{'log-probabilities':20}{'agentrl tok/s':>16}{'in process':>14}{'ratio':>8}")
     for name in ("without", "with"):
