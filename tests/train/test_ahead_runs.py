@@ -46,12 +46,19 @@ def assert_nothing_is_lost(run_dir: Path, max_staleness: int) -> None:
     assert max(ages) <= max_staleness
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize(
+    ("max_staleness", "flags"),
+    [
+        (1, ()),
+        (2, ()),
+        pytest.param(1, ("--rollout.num_processes", "2"), marks=pytest.mark.slow),
+    ],
+)
 def test_rollouts_run_ahead_within_the_bound_and_lose_nothing(
-    tmp_path: Path, max_staleness: int
+    tmp_path: Path, max_staleness: int, flags: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    status, _, err = whole_runs.run(arguments(run_dir, max_staleness))
+    status, _, err = whole_runs.run(arguments(run_dir, max_staleness, *flags))
     assert status == 0, err
     assert_nothing_is_lost(run_dir, max_staleness)
     lines = whole_runs.metrics_of(run_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -49,26 +50,50 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("backend", "signals", "seconds"), [("thread", 1, 0.1), ("process", 2, 600)]
-)
-def test_nothing_is_left_open_or_running_after_ctrl_c(
-    tmp_path: Path, backend: str, signals: int, seconds: float
-) -> None:
-    agent, log, run_dir = tmp_path / "agent.py", tmp_path / "log", tmp_path / "run"
-    agent.write_text(AGENT.format(log=str(log), seconds=seconds))
-    process = whole_runs.start(
+def start(tmp_path: Path, seconds: float, *flags: str) -> subprocess.Popen[str]:
+    """A run with rollouts ahead of training, whose steps take so long."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT.format(log=str(tmp_path / "log"), seconds=seconds))
+    return whole_runs.start(
         [
-            *("-m", "agentrl", "train", "--agent", str(agent), "--log.run_dir", str(run_dir)),
+            *("-m", "agentrl", "train", "--agent", str(agent)),
+            *("--log.run_dir", str(tmp_path / "run")),
             *("--engine.kind", "vllm", "--engine.transport", "gloo"),
             *("--engine.env", json.dumps({"PYTHONPATH": str(FAKE)})),
             *("--engine.extra", json.dumps({"token_seconds": 0.01})),
             *("--train.max_staleness", "1", "--algo.correction.kind", "tis"),
             *("--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "2"),
             *("--rollout.max_new_tokens", "3", "--rollout.max_tokens", "160"),
-            *("--rollout.env_backend", backend, "--train.max_steps", "1000"),
+            *("--train.max_steps", "1000", *flags),
         ]
     )
+
+
+def wait_until_gone(family: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while any(alive(each) for each in family):
+        assert time.monotonic() < deadline, "a process outlived the run"
+        time.sleep(0.05)
+
+
+TWO = ("--rollout.num_processes", "2")
+
+
+@pytest.mark.parametrize(
+    ("backend", "signals", "seconds", "flags"),
+    [
+        ("thread", 1, 0.1, ()),
+        ("process", 2, 600, ()),
+        pytest.param("thread", 1, 0.1, TWO, marks=pytest.mark.slow),
+        pytest.param("thread", 2, 600, TWO, marks=pytest.mark.slow),
+        pytest.param("process", 2, 600, TWO, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_left_open_or_running_after_ctrl_c(
+    tmp_path: Path, backend: str, signals: int, seconds: float, flags: tuple[str, ...]
+) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    process = start(tmp_path, seconds, "--rollout.env_backend", backend, *flags)
     if signals == 1:
         whole_runs.wait_for_step(run_dir, 1, process)
     else:  # all that may run wait in a step that does not end: two batches of four episodes
@@ -88,8 +113,18 @@ def test_nothing_is_left_open_or_running_after_ctrl_c(
     if signals == 1:
         assert any((run_dir / "checkpoints").iterdir())
     assert notes.count("closed") - begun in (0, 1)
-    deadline = time.monotonic() + 30
-    while any(alive(each) for each in family):
-        assert time.monotonic() < deadline, "a process outlived the run"
-        time.sleep(0.05)
+    wait_until_gone(family)
     assert not os.path.exists(f"/proc/{process.pid}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_no_rollout_process_outlives_a_run_that_is_killed(tmp_path: Path, backend: str) -> None:
+    process = start(tmp_path, 600, "--rollout.env_backend", backend, *TWO)
+    while noted(tmp_path / "log").count("begun") < 8:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    wait_until_gone(family)
