@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from agentrl.errors import AgentError, UsageError
 from agentrl.executors.build import local_attempts
 from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.scheduler import RolloutScheduler
+from agentrl.executors.workers import process as process_module
 from agentrl.executors.workers.attempts import ProcessAttempts
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FAKE = Path(__file__).parents[1] / "engines" / "fake"
 FAIL_FAST = {"fail_fast": True, "retry_pause": 0.5}
 AGENT = """
-import asyncio, ctypes, logging, os, signal
+import asyncio, ctypes, logging, os, signal, time
 from pathlib import Path
 import agentrl as rl
 
@@ -63,6 +65,8 @@ class Env(rl.AgentInstance):
                 await asyncio.Event().wait()
             case "kill once" if self.first_time():
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "hang once" if self.first_time():
+                time.sleep(600)
             case "crash":
                 ctypes.string_at(0)
         return rl.StepResult(
@@ -343,7 +347,7 @@ async def test_an_agent_that_crashes_its_process_each_time_is_dropped_and_says_w
     scheduler = stage.scheduler(max_concurrency=1)
     result = await scheduler.run(requests(tmp_path / "log", "crash", "go", members=1))
     (dropped,) = result.dropped
-    assert dropped.error == "the rollout process was ended by SIGSEGV during the episode"
+    assert dropped.error == "the episode's rollout process was ended by SIGSEGV"
     assert result.num_failed == {StopReason.ENV_ERROR: 2}
     assert [group.group_id for group in result.groups] == ["00000001"]
     await stage.settled()
@@ -367,6 +371,36 @@ async def test_environments_in_processes_work_inside_a_rollout_process(
     finally:
         await attempts.close()
     assert not [process for process in family_of if process.is_running()]
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_is_ended_and_its_other_episodes_run_again(
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(process_module, "SLACK_SECONDS", 0.5)
+    monkeypatch.setattr(process_module, "CANCEL_GRACE", 0.5)
+    limits = {"episode_timeout": 2.0, "close_timeout": 0.5, "retry_pause": 0.0}
+    config = config_of(tmp_path, num_processes=1, **limits)
+    attempts = ProcessAttempts(config, stage.pool, ())
+    await attempts.start()
+    try:
+        scheduler = RolloutScheduler(attempts, config.rollout)
+        result = await scheduler.run(requests(tmp_path / "log", "go", "hang once", members=1))
+    finally:
+        await attempts.close()
+    assert result.num_completed == 2
+    assert result.num_failed == {StopReason.ENV_ERROR: result.num_retried}
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert errors == [
+        "a rollout process was ended by SIGABRT, since it hung for long after the time limit of "
+        "00000001-000 (code in `async def` must not block): another takes its place"
+    ]
+    # Where it hung is among its last words.
+    assert re.search(r'agent\.py", line \d+ in step', capfd.readouterr().err)
 
 
 @pytest.mark.slow

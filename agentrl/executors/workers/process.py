@@ -1,8 +1,8 @@
 """One rollout process as agentrl sees it: started, asked to run attempts, watched and ended.
 
-An attempt whose process dies has failed, like one that raised: the scheduler runs it again. The
-process leads a group of its own, so that Ctrl-C reaches agentrl alone; what is left of the group
-ends with it.
+An attempt whose process dies has failed, like one that raised: the scheduler runs it again. A
+process that does not even say that an episode took too long hangs, and is ended. It leads a group
+of its own, so that Ctrl-C reaches agentrl alone; what is left of the group ends with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from agentrl import event_loop
+from agentrl.config import RolloutConfig
 from agentrl.engines.lender import Answered, Ask, Broke, GaveUp, Lender, Sent
 from agentrl.engines.pool import EnginePool
 from agentrl.errors import AgentError
@@ -51,7 +52,7 @@ EXIT_SECONDS = 5.0
 
 POLL_SECONDS = 0.02
 
-SLACK_SECONDS = 5.0
+SLACK_SECONDS = 15.0
 """Beyond what a process allows itself, for a machine that has much to do."""
 
 
@@ -64,16 +65,18 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], pool: EnginePool, close_timeout: float
+        self, process: subprocess.Popen[bytes], pool: EnginePool, rollout: RolloutConfig
     ) -> None:
         self._process = process
         self._channel = Channel(self._take, self._lose)
         self._lender = Lender(pool, self._channel.send)
-        self._close_seconds = close_timeout + CANCEL_GRACE + SLACK_SECONDS
+        self._close_seconds = rollout.close_timeout + CANCEL_GRACE + SLACK_SECONDS
+        self._attempt_seconds = rollout.episode_timeout + self._close_seconds
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
         self._ready: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._reaping: asyncio.Task[None] | None = None
+        self._reason = ""
         self.ended = asyncio.Event()
         self.num_begun = 0
 
@@ -90,7 +93,7 @@ class WorkerProcess:
             AgentError: it ended, or was not ready in time.
         """
         process, ours = _spawn()
-        worker = cls(process, pool, setup.config.rollout.close_timeout)
+        worker = cls(process, pool, setup.config.rollout)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: worker._channel, sock=ours)
         worker._channel.send(setup)
@@ -137,7 +140,10 @@ class WorkerProcess:
         self._answers[number] = answer
         self.num_begun += 1
         try:
-            await asyncio.wait({answer})
+            done, _ = await asyncio.wait({answer}, timeout=self._attempt_seconds)
+            if not done:
+                self._give_up(member)
+                await asyncio.wait({answer})
         except asyncio.CancelledError:
             self._channel.send(Cancel(number))
             # The process itself says which episode did not end in time.
@@ -173,8 +179,18 @@ class WorkerProcess:
         """Say how it ended."""
         code = self._process.returncode
         if code is not None and code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
+            return f"was ended by {signal.Signals(-code).name}{self._reason}"
         return f"ended with status {code}"
+
+    def _give_up(self, member: Member) -> None:
+        """End a process that hangs, which says where on its standard error."""
+        self._reason = (
+            f", since it hung for long after the time limit of {member.rollout_id} (code in "
+            "`async def` must not block)"
+        )
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGABRT)  # its fault handler prints every stack
+            asyncio.get_running_loop().call_later(EXIT_SECONDS, self.kill)
 
     def _take(self, message: Any) -> None:
         match message:
@@ -205,15 +221,15 @@ class WorkerProcess:
         finally:
             self.kill()
             self._process.wait()
-            how = f"the rollout process {self.describe_end()}"
-            failed = failed_attempt(StopReason.ENV_ERROR, f"{how} during the episode")
+            how = self.describe_end()
+            failed = failed_attempt(StopReason.ENV_ERROR, f"the episode's rollout process {how}")
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_result(Outcome(failed))
             if not self._ready.done():
                 error = AgentError(
-                    f"{how} before it was ready: see its last words above, and whether the "
-                    "agent's file can be loaded by several processes at once; "
+                    f"a rollout process {how} before it was ready: see its last words above, and "
+                    "whether the agent's file can be loaded by several processes at once; "
                     "rollout.num_processes 1 needs none"
                 )
                 self._ready.set_result(Outcome(error=error))
