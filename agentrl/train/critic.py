@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.config import AlgoConfig, Config
-from agentrl.models.liger import use_liger_kernels
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import LossTerms, Sums, weighted_value_loss
@@ -82,8 +81,6 @@ class Critic:
         self._group, self._sequence = group, sequence
         self._scale = group.world_size / config.train.tensor_parallel_size
         self.engine = start_training(scorer, optimizer, config.train, world_size=group.world_size)
-        if config.model.use_liger_kernel:
-            use_liger_kernels(model)
 
     def values(self, micro_batch: MicroBatch) -> Tensor | None:
         """Values [R] of the states in which each token was sampled."""

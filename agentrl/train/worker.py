@@ -109,8 +109,6 @@ class LearnerWorker:
         self.keeps_whole = keeps_whole(config.train, world_size)
         """Whether `named_weights` gathers nothing."""
         self.engine = start_training(self.scorer, optimizer, config.train, world_size=world_size)
-        if config.model.use_liger_kernel:
-            use_liger_kernels(policy)
         self.lr = config.train.lr
         self.optimizer_steps = 0
         self.critic: Critic | None = None
@@ -123,6 +121,11 @@ class LearnerWorker:
         self.reference_engine = None
         if reference is not None:
             self.reference_engine = self._start_reference(reference, config, attention)
+        if config.model.use_liger_kernel:
+            # Last: some of it is for all models of the type, and works on a GPU only.
+            for model in (policy, reference, value_model):
+                if model is not None:
+                    use_liger_kernels(model)
 
     def _start_reference(
         self, reference: PreTrainedModel, config: Config, attention: str | None
@@ -130,15 +133,12 @@ class LearnerWorker:
         scorer = TokenScorer(reference, temperature=config.rollout.temperature)
         if attention is not None:
             reference.set_attn_implementation(attention)
-        engine = start_scoring(
+        return start_scoring(
             scorer,
             world_size=self.group.world_size,
             offload=config.train.reference_offload,
             shards=self._shards,
         )
-        if config.model.use_liger_kernel:
-            use_liger_kernels(reference)
-        return engine
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[list[SampleScores]]:

@@ -31,7 +31,7 @@ HEADS_OF_16 = SMALL | {"head_dim": 16}
 
 def on_the_gpu(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """The gradients that `gradients` takes on the CPU."""
-    scorer = TokenScorer(model, temperature=0.7, value_head=True).cuda()
+    scorer = TokenScorer(model.cuda(), temperature=0.7, value_head=True).cuda()
     torch.nn.init.ones_(scorer.value_head.weight)
     model.set_attn_implementation(TREE_ATTENTION)
     micro_batch = MicroBatch(tuple(samples), tuple(range(len(samples))), 2, True)
