@@ -62,7 +62,7 @@ def command(run_dir: Path, max_staleness: int, arguments: argparse.Namespace) ->
         *("--engine.env", json.dumps({"PYTHONPATH": str(FAKE)})),
         *("--engine.extra", json.dumps({"token_seconds": arguments.token_seconds})),
         *("--rollout.batch_size", str(arguments.batch_size)),
-        *("--rollout.n_samples_per_prompt", "8", "--rollout.max_turns", "3"),
+        *("--rollout.n_samples_per_prompt", "8", "--rollout.max_turns", "4"),
         *("--rollout.max_new_tokens", "3", "--rollout.max_tokens", "128"),
         *("--algo.correction.kind", "tis", "--algo.entropy_coef", "0.01"),
         *("--algo.advantage.drop_zero_variance", "false"),

@@ -11,7 +11,7 @@ import re
 import agentrl as rl
 
 LARGEST = 5
-MAX_GUESSES = 3
+MAX_GUESSES = 4
 CREDIT = 0.3
 
 
