@@ -6,7 +6,7 @@ episodes run in the engine's process with the same options. Every round has prom
 that nothing is cached before it. Rates are sampled tokens per second, medians over rounds.
 
     python benchmarks/gpu/rollout.py --engine vllm [--shape qwen2.5-1.5b] [--python PYTHON]
-        [--processes N] [--json]
+        [--processes 1 4] [--json]
 """
 
 from __future__ import annotations
@@ -84,10 +84,29 @@ async def run_episodes(
     return Round(workload.tokens_sampled / seconds, cached, possible)
 
 
-async def through_agentrl(config: Config, workload: Workload, folder: Path, rounds: int) -> Any:
-    """Rates by round with and without log-probabilities, and the share of cache hits."""
+async def through_agentrl(
+    config: Config, workload: Workload, folder: Path, rounds: int, processes: list[int]
+) -> dict[int, Any]:
+    """What `measure` gives, by `rollout.num_processes`, on one server."""
     pool = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
     assert isinstance(pool, EnginePool)
+    try:
+        await pool.start()
+        found = {}
+        for number in processes:
+            rollout = config.rollout.model_copy(update={"num_processes": number})
+            chosen = config.model_copy(update={"rollout": rollout})
+            # No prompt comes up twice on the server.
+            seeds = range(len(found) * (rounds + 1), (len(found) + 1) * (rounds + 1))
+            found[number] = await measure(chosen, pool, workload, seeds)
+    finally:
+        await pool.close()
+    return found
+
+
+async def measure(config: Config, pool: EnginePool, workload: Workload, seeds: range) -> Any:
+    """Rates by round with and without log-probabilities, and the share of cache hits; the first
+    round does not count."""
     attempts: Attempts
     if config.rollout.num_processes > 1:
         attempts = ProcessAttempts(config, pool, ())
@@ -98,16 +117,14 @@ async def through_agentrl(config: Config, workload: Workload, folder: Path, roun
     rates: dict[str, list[float]] = {"without": [], "with": []}
     done: list[Round] = []
     try:
-        await pool.start()
         await attempts.start()
-        for seed in range(rounds + 1):
+        for seed in seeds:
             for name, logprobs in (("without", False), ("with", True)):
                 done.append(await run_episodes(scheduler, workload, 2 * seed + logprobs, logprobs))
-                if seed > 0:
+                if seed > seeds[0]:
                     rates[name].append(done[-1].rate)
     finally:
         await attempts.close()
-        await pool.close()
     hits = sum(each.cached for each in done) / sum(each.possible for each in done)
     return {"tokens_per_second": rates, "cache_hit_of_possible": hits}
 
@@ -148,7 +165,9 @@ def main() -> None:
     parser.add_argument("--options", type=Path, help="TOML with options of the server")
     parser.add_argument("--workload", default="{}", help="JSON with fields of episodes.Workload")
     parser.add_argument("--rounds", type=int, default=5, help="the median counts")
-    parser.add_argument("--processes", type=int, default=1, help="rollout.num_processes")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 4], help="values of rollout.num_processes"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     workload = Workload(**json.loads(arguments.workload))
@@ -165,29 +184,37 @@ def main() -> None:
             "max_tokens": workload.max_model_len,
             "max_new_tokens": workload.sampled,
             "max_concurrency": workload.episodes,
-            "num_processes": arguments.processes,
         }
         config = server_config(
             arguments.engine, arguments.shape, folder, engine=engine, rollout=rollout
         ).model_copy(update={"agent": AGENT})
-        ours = asyncio.run(through_agentrl(config, workload, folder, arguments.rounds))
+        found = asyncio.run(
+            through_agentrl(config, workload, folder, arguments.rounds, arguments.processes)
+        )
         bare = in_process(config, workload, folder, arguments.rounds)
-    result = {**card(), "engine": arguments.engine, "shape": arguments.shape}
-    result["processes"] = arguments.processes
+    result = {**card(), "engine": arguments.engine, "shape": arguments.shape, "processes": {}}
     print(f"{arguments.engine}, {arguments.shape}, {result['card']}")
-    print(f"{'log-probabilities':20}{'agentrl tok/s':>16}{'in process':>14}{'ratio':>8}")
-    for name in ("without", "with"):
-        mine, limit = (statistics.median(side["tokens_per_second"][name]) for side in (ours, bare))
-        result[name] = {
-            "tokens_per_second": mine,
-            "in_process_tokens_per_second": limit,
-            "ratio": mine / limit,
-            "rounds": ours["tokens_per_second"][name],
-            "in_process_rounds": bare["tokens_per_second"][name],
-        }
-        print(f"{name:20}{mine:>16,.0f}{limit:>14,.0f}{mine / limit:>8.2f}")
-    result["cache_hit_of_possible"] = ours["cache_hit_of_possible"]
-    print(f"prefix-cache hits of possible: {result['cache_hit_of_possible']:.3f}")
+    print(
+        f"{'processes':>10}{'log-probabilities':>20}{'agentrl tok/s':>16}{'in process':>14}"
+        f"{'ratio':>8}{'hits':>8}"
+    )
+    for number, ours in found.items():
+        row = result["processes"][number] = {"cache_hit_of_possible": ours["cache_hit_of_possible"]}
+        for name in ("without", "with"):
+            mine, limit = (
+                statistics.median(side["tokens_per_second"][name]) for side in (ours, bare)
+            )
+            row[name] = {
+                "tokens_per_second": mine,
+                "in_process_tokens_per_second": limit,
+                "ratio": mine / limit,
+                "rounds": ours["tokens_per_second"][name],
+                "in_process_rounds": bare["tokens_per_second"][name],
+            }
+            print(
+                f"{number:>10}{name:>20}{mine:>16,.0f}{limit:>14,.0f}{mine / limit:>8.2f}"
+                f"{row['cache_hit_of_possible']:>8.3f}"
+            )
     if arguments.json:
         print(json.dumps(result))
 
