@@ -79,6 +79,7 @@ class BorrowedEngine(Engine):
         if loan is None:  # nobody waits any more
             return
         if isinstance(message, Granted):
+            self._version = max(self._version, message.permit.version)
             if not loan.permit.done():
                 loan.permit.set_result(message.permit)
             return

@@ -36,8 +36,7 @@ class ManyConnections(httpx.AsyncBaseTransport):
         """Send one request over the connection that was used last, or a new one."""
         connection = self._idle.pop() if self._idle else self._open()
         if (sent := request.extensions.get(SENT)) is not None:
-            assert isinstance(request.stream, httpx.AsyncByteStream)
-            request.stream = _Outgoing(request.stream, sent)
+            request.stream = _Outgoing(request.content, sent)
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
@@ -70,18 +69,21 @@ class ManyConnections(httpx.AsyncBaseTransport):
 
 
 class _Outgoing(httpx.AsyncByteStream):
-    """The body of a request; at its end it says that all of it was taken."""
+    """The body of a request, in one part; asked for another, it says that this one is written."""
 
-    def __init__(self, body: httpx.AsyncByteStream, sent: Callable[[], None]) -> None:
-        self._body, self._sent = body, sent
+    def __init__(self, body: bytes, sent: Callable[[], None]) -> None:
+        self._body: bytes | None = body
+        self._sent = sent
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._body:
-            yield part
-        self._sent()  # the last part was written before another was asked for
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
 
-    async def aclose(self) -> None:
-        await self._body.aclose()
+    async def __anext__(self) -> bytes:
+        if self._body is None:
+            self._sent()
+            raise StopAsyncIteration
+        body, self._body = self._body, None
+        return body
 
 
 class _Body(httpx.AsyncByteStream):

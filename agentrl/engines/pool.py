@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -119,10 +118,13 @@ class EnginePool(Engine):
     ) -> Generation:
         """Sample a continuation where its prefix is most likely cached; see `Engine.generate`."""
         tokens = len(token_ids) + params.max_new_tokens
-        async with self._place(rollout_id, group_id, tokens) as (engine, replica):
+        engine, replica = slot = await self._take_slot(rollout_id, group_id, tokens)
+        try:
             return await engine.generate(
                 token_ids, params, rollout_id=rollout_id, group_id=group_id, replica=replica
             )
+        finally:
+            self._router.end(slot, tokens)
 
     async def request(
         self,
@@ -136,24 +138,22 @@ class EnginePool(Engine):
         """Have a request sent by somebody else, where its prefix is most likely cached; see
         `RemoteEngine.request`."""
         tokens = prompt_tokens + max_new_tokens
-        async with self._place(rollout_id, group_id, tokens) as (engine, replica):
+        engine, replica = slot = await self._take_slot(rollout_id, group_id, tokens)
+        try:
             place = Place(replica, group_id or rollout_id)
             return await engine.request(send, prompt_tokens, place)
+        finally:
+            self._router.end(slot, tokens)
 
-    @asynccontextmanager
-    async def _place(
+    async def _take_slot(
         self, rollout_id: str, group_id: str, tokens: int
-    ) -> AsyncIterator[tuple[RemoteEngine, int | None]]:
-        """The engine and replica that a request of `tokens` tokens goes to, which has it until this
-        ends."""
+    ) -> tuple[RemoteEngine, int | None]:
+        """The engine and replica that a request of `tokens` tokens goes to, and has from now on."""
         while not (usable := [slot for slot in self._router.slots if self._serves(slot[0])]):
             await self._wait_for_an_engine()
         slot = self._router.choose(usable, rollout_id, group_id, tokens)
         self._router.begin(slot, tokens)
-        try:
-            yield slot
-        finally:
-            self._router.end(slot, tokens)
+        return slot
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Pause every engine."""

@@ -93,6 +93,24 @@ def test_a_killed_run_leaves_no_process_and_goes_on_where_it_was(
         assert line["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", REAL_KINDS)
+def test_rollout_processes_sample_what_the_learner_would(kind: str, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "output"
+    arguments = ["--agent", str(AGENT), "--config", str(QUICKSTART), "--log.run_dir", str(run_dir)]
+    arguments += ["--rollout.num_processes", "2", "--rollout.logprobs", "sampler"]
+    process = start([*arguments, "--train.max_steps", "2"], kind, "gloo", log)
+    wait_for_step(run_dir, 1, process, log)
+    family = family_of(process)
+    assert process.wait(300) == 0, log.read_text()
+    assert_gone(family)
+    for line in metrics_of(run_dir):
+        assert line["rollout/completed"] == 256
+        assert line["rollout/failed"] == 0
+        assert line["engine/requests"] >= 256
+        assert line["mismatch/log_ratio_max"] < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", REAL_KINDS)

@@ -184,6 +184,8 @@ class WorkerProcess:
 
     def _give_up(self, member: Member) -> None:
         """End a process that hangs, which says where on its standard error."""
+        if self._reason:  # another attempt has noticed; a second signal would cut its words short
+            return
         self._reason = (
             f", since it hung for long after the time limit of {member.rollout_id} (code in "
             "`async def` must not block)"

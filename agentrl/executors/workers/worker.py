@@ -50,7 +50,9 @@ __all__ = ["main"]
 def main(descriptor: int) -> None:
     """Serve the socket until it closes, then end the process."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # agentrl hears of it, and says what is to end
+    # agentrl hears of Ctrl-C, and says what is to end. SIG_IGN would be inherited by what an agent
+    # starts.
+    signal.signal(signal.SIGINT, lambda *_: None)
     faulthandler.enable()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
