@@ -396,8 +396,9 @@ async def test_a_process_that_hangs_is_ended_and_its_other_episodes_run_again(
     assert result.num_failed == {StopReason.ENV_ERROR: result.num_retried}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert errors == [
-        "a rollout process was ended by SIGABRT, since it hung for long after the time limit of "
-        "00000001-000 (code in `async def` must not block): another takes its place"
+        "a rollout process was ended by SIGABRT, since it hung for long after an episode's time "
+        "limit (code in `async def` must not block; where it did is said above): another takes its "
+        "place"
     ]
     # Where it hung is among its last words.
     assert re.search(r'agent\.py", line \d+ in step', capfd.readouterr().err)

@@ -142,7 +142,7 @@ class WorkerProcess:
         try:
             done, _ = await asyncio.wait({answer}, timeout=self._attempt_seconds)
             if not done:
-                self._give_up(member)
+                self._give_up()
                 await asyncio.wait({answer})
         except asyncio.CancelledError:
             self._channel.send(Cancel(number))
@@ -182,13 +182,13 @@ class WorkerProcess:
             return f"was ended by {signal.Signals(-code).name}{self._reason}"
         return f"ended with status {code}"
 
-    def _give_up(self, member: Member) -> None:
+    def _give_up(self) -> None:
         """End a process that hangs, which says where on its standard error."""
         if self._reason:  # another attempt has noticed; a second signal would cut its words short
             return
         self._reason = (
-            f", since it hung for long after the time limit of {member.rollout_id} (code in "
-            "`async def` must not block)"
+            ", since it hung for long after an episode's time limit (code in `async def` must not "
+            "block; where it did is said above)"
         )
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGABRT)  # its fault handler prints every stack
