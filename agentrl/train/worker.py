@@ -36,6 +36,7 @@ from agentrl.train.sharing import choose_sharing
 from agentrl.train.state import load_rank, save_rank
 from agentrl.train.tree_attention import TREE_ATTENTION
 from agentrl.train.zero import (
+    end,
     gather_in_buckets,
     keeps_whole,
     move_back,
@@ -297,7 +298,7 @@ class LearnerWorker:
     def close(self) -> None:
         """Free what DeepSpeed holds."""
         for engine in self.engines:
-            engine.destroy()
+            end(engine)
 
     def _join_sequence(self, config: Config) -> SequenceGroup | None:
         size = config.train.sequence_parallel_size

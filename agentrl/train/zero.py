@@ -23,6 +23,7 @@ from agentrl.train.offload import HostCopy
 
 __all__ = [
     "buckets",
+    "end",
     "gather_in_buckets",
     "keeps_whole",
     "make_whole",
@@ -85,6 +86,14 @@ def start_scoring(
     _forget_modules(engine)
     make_whole(engine)
     return engine
+
+
+def end(engine: Any) -> None:
+    """Free what an engine holds, its module too, which DeepSpeed would keep for good."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.destroy()
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
 
 
 def keeps_whole(config: TrainConfig, world_size: int) -> bool:

@@ -121,6 +121,12 @@ async def measure(config: Config, pool: EnginePool, workload: Workload, seeds: r
         for seed in seeds:
             for name, logprobs in (("without", False), ("with", True)):
                 done.append(await run_episodes(scheduler, workload, 2 * seed + logprobs, logprobs))
+                print(
+                    f"{config.rollout.num_processes} processes, {name} log-probabilities: "
+                    f"{done[-1].rate:,.0f} tok/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if seed > seeds[0]:
                     rates[name].append(done[-1].rate)
     finally:

@@ -1,5 +1,7 @@
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -256,3 +258,14 @@ def test_an_optimizer_step_is_made_with_the_scaled_learning_rate(samples):
 def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for_a_rank():
     Learner(small_llama(), make_config()).close()
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
+
+
+def test_nothing_of_a_closed_learner_is_kept(samples):
+    learner = Learner(small_llama(), make_config())
+    learner.forward_backward(samples, learner.config.algo)
+    learner.step()
+    weight = weakref.ref(next(learner._worker.scorer.parameters()))
+    learner.close()
+    del learner
+    gc.collect()
+    assert weight() is None
