@@ -55,7 +55,8 @@ class Attempts(ABC):
         """Make ready. Called once, when the engine runs."""
 
     async def close(self) -> None:
-        """Free what start took. Called after the last attempt; safe to call twice."""
+        """Free what `start` took, also where it failed. Called after the last attempt; safe to call
+        twice."""
 
     def participant(self) -> AbstractContextManager[None]:
         """Announce one caller that will keep calling `run`; see `Engine.participant`."""

@@ -25,7 +25,7 @@ from agentrl.config import Config, RolloutConfig
 from agentrl.engines.base import WeightSource
 from agentrl.engines.factory import make_engine
 from agentrl.engines.pool import EnginePool
-from agentrl.errors import AgentError, UsageError
+from agentrl.errors import AgentError, EngineError, UsageError
 from agentrl.executors.build import local_attempts
 from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.scheduler import RolloutScheduler
@@ -33,6 +33,7 @@ from agentrl.executors.workers import process as process_module
 from agentrl.executors.workers.attempts import ProcessAttempts
 from agentrl.models.load import load_policy, load_tokenizer
 from agentrl.plugin import load_agent
+from agentrl.train.sampler import Sampler
 from agentrl.types import StopReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -420,7 +421,30 @@ async def test_a_process_that_cannot_start_ends_the_run(
     attempts = ProcessAttempts(config, stage.pool, ())
     with pytest.raises(kind, match=words):
         await attempts.start()
+    await attempts.close()
     assert attempts.workers == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["engine", "processes"])
+async def test_what_has_started_beside_something_that_cannot_is_ended(
+    tmp_path: Path, late: str
+) -> None:
+    config = config_of(tmp_path)
+    if late == "engine":
+        engine = config.engine.model_copy(update={"extra": {"cannot_sample": True}})
+        config = config.model_copy(update={"engine": engine})
+    model_of(config, 0).save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(config.model)
+    pool = make_engine(config, run_dir=tmp_path, model_folder=tmp_path / "model")
+    executor = load_agent(config.agent).make_executor(config.rollout, config.data)
+    if late == "processes":
+        config.agent.write_text("import time; time.sleep(4); raise KeyError('board')")
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises((EngineError, UsageError), match=r"no kernel for this model|KeyError"):
+        async with Sampler(config, executor, pool, tokenizer, None):
+            pass
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 @pytest.mark.slow

@@ -46,20 +46,19 @@ class ProcessAttempts(Attempts):
         return [worker for worker in self._workers if worker.serves]
 
     async def start(self) -> None:
-        """Start all processes.
+        """Start all processes. `close` ends those that there are, also after a failure.
 
         Raises:
             UsageError: the agent's file or the tokenizer cannot be loaded in one.
             AgentError: one ended, or was not ready in time.
         """
         self._pool.version_listeners.append(self._note_version)
-        starts = (self._start_one() for _ in range(self._config.rollout.num_processes))
-        workers = await asyncio.gather(*starts, return_exceptions=True)
-        self._workers = [worker for worker in workers if isinstance(worker, WorkerProcess)]
-        for failure in workers:
-            if isinstance(failure, BaseException):
-                await self.close()
-                raise failure
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for _ in range(self._config.rollout.num_processes):
+                    starting.create_task(self._start_one())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         self._keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
 
     async def run(self, member: Member, attempt: int) -> Trajectory:
@@ -93,7 +92,6 @@ class ProcessAttempts(Attempts):
             logger.error("a rollout process %s: another takes its place", worker.describe_end())
             try:
                 worker = await self._start_one()
-                self._workers.append(worker)
             except AgentRLError as error:
                 self._failure = error
                 return
@@ -103,10 +101,10 @@ class ProcessAttempts(Attempts):
 
     async def _start_one(self) -> WorkerProcess:
         level = logging.getLogger().getEffectiveLevel()
-        route = self._pool.engines[0].route
-        return await WorkerProcess.start(
-            Setup(self._config, self._end_token_ids, route, level), self._pool
-        )
+        setup = Setup(self._config, self._end_token_ids, self._pool.engines[0].route, level)
+        worker = await WorkerProcess.start(setup, self._pool)
+        self._workers.append(worker)
+        return worker
 
     def _note_version(self, version: int) -> None:
         for worker in self.workers:
