@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from engines.conftest import EngineUnderTest
+from engines.test_adapter import adapted, serving
 from engines.test_pool import kill, running
 from engines.tiny import greedy, logprobs_R
 from transformers import PreTrainedModel
@@ -244,6 +245,21 @@ async def test_a_server_that_dies_is_said_to_have_died_and_its_successor_is_borr
             await request
         again = await asyncio.wait_for(loans.engine.generate(PROMPT, GREEDY), 120)
         assert again.token_ids.tolist() == greedy(models[0], PROMPT, 12)
+        await loans.engine.close()
+
+
+async def test_a_borrowed_request_is_sent_with_the_adapter_of_its_version(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with serving("fake-vllm", model_folder, tmp_path) as pool:
+        loans = Loans(pool)
+        for version in (1, 2):
+            merged, source = adapted(models[0], seed=version, version=version)
+            await pool.update_weights(source)
+            result = await loans.engine.generate(PROMPT, GREEDY)
+            assert result.token_ids.tolist() == greedy(merged, PROMPT, 12)
+            assert set(result.weight_versions.tolist()) == {version}
+            assert loans.engine.weight_version == version
         await loans.engine.close()
 
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FAKE = Path(__file__).parents[1] / "engines" / "fake"
 FAIL_FAST = {"fail_fast": True, "retry_pause": 0.5}
 AGENT = """
-import asyncio, ctypes, logging, os, signal, time
+import asyncio, ctypes, logging, os, time
 from pathlib import Path
 import agentrl as rl
 
@@ -64,8 +64,6 @@ class Env(rl.AgentInstance):
             case "wait":
                 self.note("waits")
                 await asyncio.Event().wait()
-            case "kill once" if self.first_time():
-                os.kill(os.getpid(), signal.SIGKILL)
             case "hang once" if self.first_time():
                 time.sleep(600)
             case "crash":
@@ -141,8 +139,9 @@ class Stage:
         )
 
     async def settled(self) -> None:
-        """Until all processes are there again."""
+        """Until one process was found dead, and both are there again."""
         async with asyncio.timeout(120):
+            await asyncio.sleep(0.2)
             while len(self.attempts.workers) < 2:  # noqa: ASYNC110 - nothing says when
                 await asyncio.sleep(0.05)
 
@@ -329,15 +328,27 @@ async def test_a_process_that_is_killed_is_replaced_and_its_episodes_run_again(
     stage: Stage, tmp_path: Path
 ) -> None:
     log, before = tmp_path / "log", {process.pid for process in processes_of(stage.attempts)}
-    result = await stage.scheduler().run(requests(log, "go", "kill once", "go", "go"))
-    assert result.num_completed == 8
-    assert [len(group.trajectories) for group in result.groups] == [2] * 4
-    (failed,) = result.num_failed.items()
-    assert failed[0] is StopReason.ENV_ERROR
-    assert 1 <= failed[1] == result.num_retried <= 8
+    (engine,) = stage.pool.engines
+    assert engine.server is not None
+    (server,) = psutil.Process(engine.server.pid).children()
+    server.suspend()  # so that all are in the middle of a request
+    run = asyncio.create_task(stage.scheduler().run(requests(log, *["go"] * 4)))
+    async with asyncio.timeout(30):
+        while noted(log).count("begun") < 8:  # noqa: ASYNC110 - another process says it
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    os.kill(stage.attempts.workers[0].pid, signal.SIGKILL)
     await stage.settled()
-    after = {process.pid for process in processes_of(stage.attempts)}
-    assert len(after & before) == 1
+    server.resume()
+    result = await run
+    assert [len(group.trajectories) for group in result.groups] == [2] * 4
+    assert result.num_failed == {StopReason.ENV_ERROR: 4}
+    assert result.num_retried == 4
+    assert noted(log).count("begun") == 12
+    assert len({process.pid for process in processes_of(stage.attempts)} & before) == 1
+    # Nobody waits for the requests of the dead process.
+    await asyncio.wait_for(stage.pool.pause("wait"), 30)
+    await stage.pool.resume()
     assert (await stage.scheduler().run(requests(log, *["go"] * 4))).num_failed == {}
 
 
