@@ -90,9 +90,14 @@ class WorkerProcess:
 
         Raises:
             UsageError: the agent's file or the tokenizer cannot be loaded there.
-            AgentError: it ended, or was not ready in time.
+            AgentError: it could not be started, ended, or was not ready in time.
         """
-        process, ours = _spawn()
+        try:
+            process, ours = _spawn()
+        except OSError as error:
+            raise AgentError(
+                f"a rollout process could not be started ({error}): lower rollout.num_processes"
+            ) from error
         worker = cls(process, pool, setup.config.rollout)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: worker._channel, sock=ours)
