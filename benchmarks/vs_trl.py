@@ -28,42 +28,33 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is trained lies on disk: nobody has to ask the hub for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-import vs_trl_task as task
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from vs_trl_side import Job, Side, Step, steps_of
+from vs_trl_task import Workload
 
 from agentrl.models.tiny import build_tiny_tokenizer
 
 TRL = "trl==1.16.0"
 HERE = Path(__file__).parent
-LAST = 5
-"""So many steps are the end of a run."""
-
-
-@dataclass(slots=True)
-class Side:
-    """All steps of one framework: seconds of the wall and of the processor, rewards."""
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    first_rewards: list[float] = field(default_factory=list)
-    last_rewards: list[float] = field(default_factory=list)
-
-    def add(self, run: dict[str, list]) -> None:
-        """Take the steps of one run; the first, from the start to the second batch, warms up."""
-        pairs = list(zip(run["clock"][1:], run["clock"][2:], strict=False))
-        self.wall += [after[0] - before[0] for before, after in pairs]
-        self.cpu += [after[1] - before[1] for before, after in pairs]
-        size = task.GROUPS * task.MEMBERS
-        self.first_rewards.append(statistics.mean(run["rewards"][:size]))
-        self.last_rewards.append(statistics.mean(run["rewards"][-LAST * size :]))
+WORKLOAD = Workload()
+LR = 3e-3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "trl": {
+        "use_cpu": True,
+        "bf16": False,
+        "generation_kwargs": {"min_new_tokens": WORKLOAD.response},
+    },
+    "agentrl": {"train": {"max_tokens_per_gpu": 32768}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +110,19 @@ def find_trl(folder: Path) -> None:
     )
 
 
-def run(framework: str, model: str, steps: int, seed: int) -> dict[str, list]:
-    """Train in a process of its own and return its clock and its rewards."""
-    command = [sys.executable, str(HERE / "vs_trl_run.py"), framework, model, str(steps), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{framework} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+def run(framework: Literal["trl", "agentrl"], model: str, steps: int, seed: int) -> list[Step]:
+    """Train in a process of its own and return its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SETTINGS[framework]
+        job = Job(
+            framework, model, folder, WORKLOAD, steps=steps, lr=LR, seed=seed, settings=settings
+        )
+        return list(steps_of(job))
 
 
 def compare(rounds: int, steps: int) -> Result:
     """Run both in turn."""
-    sides = {"trl": Side(), "agentrl": Side()}
+    sides: dict[Literal["trl", "agentrl"], Side] = {"trl": Side(), "agentrl": Side()}
     with tempfile.TemporaryDirectory() as model:
         parameters = save_model(model)
         for seed in range(rounds):

@@ -1,18 +1,20 @@
-"""The task of `vs_trl.py` as an agent of agentrl."""
+"""The task of `vs_trl.py` and `gpu/vs_trl.py` as an agent of agentrl."""
 
-import vs_trl_task as task
+import vs_trl_task
 
 import agentrl as rl
 
-examples = task.examples
+TASK = vs_trl_task.current
+examples = TASK.examples
 
 
-class WriteDigits(rl.AgentExecutor):
-    """One turn of exactly `RESPONSE` tokens after the bare prompt."""
+class WriteTokens(rl.AgentExecutor):
+    """One turn of exactly `Workload.response` tokens after the bare prompt."""
 
     async def execute(self, example, llm):
         conversation = llm.conversation(rl.Observation(example["prompt"], raw=True))
-        assert len(conversation.token_ids) == task.PROMPT
-        answer = await llm.generate(conversation.token_ids, min_new_tokens=task.RESPONSE)
+        assert len(conversation.token_ids) == TASK.workload.prompt
+        answer = await llm.generate(conversation.token_ids, min_new_tokens=TASK.workload.response)
         action = conversation.take(answer)
-        return llm.trajectory(conversation, reward=task.score(action.text))
+        reward = TASK.score(action.text, action.token_ids)
+        return llm.trajectory(conversation, reward=reward)
