@@ -115,6 +115,9 @@ class BorrowedEngine(Engine):
         except EngineError as error:
             self._send(Broke(number, error))
             raise await loan.refused from error
+        except BaseException:  # a fault of agentrl's own: nobody waits for the request any more
+            self._send(GaveUp(number))
+            raise
         finally:
             if loan.exchange is not None:
                 loan.exchange.cancel()

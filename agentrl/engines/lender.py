@@ -101,11 +101,18 @@ class Lender:
         self._pool, self._send = pool, send
         self._loans: dict[int, _Loan] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Loans that have not ended."""
+        return len(self._loans)
+
     def take(self, message: Ask | Sent | Answered | Broke | GaveUp) -> None:
         """Hear what the borrower says."""
         if isinstance(message, Ask):
             task = asyncio.create_task(self._lend(message), name=f"loan {message.loan}")
             self._loans[message.loan] = _Loan(task)
+            # Not by the task itself, which may be cancelled before it has begun.
+            task.add_done_callback(lambda _: self._loans.pop(message.loan))
             return
         loan = self._loans.get(message.loan)
         if loan is None:  # it was refused, and the borrower does not know it yet
@@ -142,8 +149,6 @@ class Lender:
         except asyncio.CancelledError:  # given up, or this process ends
             self._send(Refused(ask.loan, EngineError("the request was given up")))
             raise
-        finally:
-            del self._loans[ask.loan]
 
     async def _hand_over(
         self, number: int, permit: Permit, note_sent: Callable[[], None]

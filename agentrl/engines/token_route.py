@@ -15,6 +15,7 @@ from typing import ClassVar
 from agentrl.engines.answer import Place, Sampled, checked_generation
 from agentrl.engines.http import EngineClient
 from agentrl.engines.request_check import EngineLimits, check_request
+from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
 __all__ = ["Permit", "TokenRoute"]
@@ -81,7 +82,14 @@ class TokenRoute(ABC):
         Raises:
             EngineError: no answer came, or not what was asked for.
         """
-        sampled = await self._ask(client, token_ids, params, permit, sent)
+        try:
+            sampled = await self._ask(client, token_ids, params, permit, sent)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"the answer of {permit.label} is not that of a {self.kind} server "
+                f"({type(error).__name__}: {error}): see whether {permit.url} is one, of a version "
+                "that docs/engines.md names"
+            ) from error
         if sampled.spans is None:
             # No update met the request, or only after it had been ended: see `RemoteEngine.pause`.
             length = len(sampled.token_ids)

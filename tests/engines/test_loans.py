@@ -36,6 +36,7 @@ PROMPT = list(range(3, 60))
 GREEDY = SamplingParams(12, temperature=0)
 LONG = SamplingParams(300, temperature=2.0)
 PAUSES = {"fake-vllm": "/pause", "fake-sglang": "/pause_generation"}
+TOKENS = {"fake-vllm": "/inference/v1/generate", "fake-sglang": "/generate"}
 
 
 @dataclass
@@ -78,13 +79,17 @@ def loans_of(served: EngineUnderTest) -> Loans:
     return Loans(served.engine)
 
 
-async def asked_for(served: EngineUnderTest, path: str) -> int:
-    """How often the server was asked for a path."""
+def url_of(served: EngineUnderTest) -> str:
     assert isinstance(served.engine, EnginePool)
     (engine,) = served.engine.engines
     assert engine.server is not None
+    return engine.server.url
+
+
+async def asked_for(served: EngineUnderTest, path: str) -> int:
+    """How often the server was asked for a path."""
     async with httpx.AsyncClient() as client:
-        return (await client.get(f"{engine.server.url}/fake/requests")).json().count(path)
+        return (await client.get(f"{url_of(served)}/fake/requests")).json().count(path)
 
 
 @both
@@ -218,6 +223,43 @@ async def test_giving_up_a_borrowed_request_ends_it_on_the_server(served: Engine
     assert served.engine.stats()["cancelled_requests"] == 2
     with pytest.raises(EngineError, match="given up"):
         await requests[1]
+    await loans.engine.close()
+
+
+@both
+async def test_one_that_is_given_up_before_it_is_admitted_leaves_nothing(
+    served: EngineUnderTest,
+) -> None:
+    loans = loans_of(served)
+    for steps in range(8):
+        request = asyncio.create_task(loans.engine.generate(PROMPT, LONG))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait({request})
+    await asyncio.sleep(0.1)
+    assert loans.lender.num_open == 0
+    await asyncio.wait_for(served.engine.pause("wait"), 10)
+    await served.engine.resume()
+    await loans.engine.close()
+
+
+@both
+@pytest.mark.parametrize("borrowed", [True, False])
+@pytest.mark.parametrize("answer", [{}, {"choices": [], "output_ids": [5]}, [], "hello"])
+async def test_what_answers_as_no_server_does_is_an_engine_error_and_is_not_waited_for(
+    served: EngineUnderTest, borrowed: bool, answer: Any
+) -> None:
+    loans = loans_of(served)
+    engine = loans.engine if borrowed else served.engine
+    async with httpx.AsyncClient() as client:
+        told = {"path": TOKENS[served.kind], "answer": answer}
+        await client.post(f"{url_of(served)}/fake/fail", json=told)
+    with pytest.raises(EngineError, match=r"is not that of a (vllm|sglang) server"):
+        await engine.generate(PROMPT, GREEDY)
+    await asyncio.wait_for(served.engine.pause("wait"), 10)
+    await served.engine.resume()
+    assert served.engine.stats()["failed_requests"] == 1
     await loans.engine.close()
 
 

@@ -5,9 +5,10 @@ from plain forward passes, so that what is tested against the real servers can b
 packages `vllm` and `sglang` beside this file start it by the same command lines; the folder goes
 on the server's PYTHONPATH.
 
-Some routes are for tests alone: POST /fake/fail makes the next request of a path fail, POST
-/fake/metrics says what GET /metrics answers, GET /fake/requests lists every path that was asked
-for, and GET /fake/generated what each request for tokens said of itself.
+Some routes are for tests alone: POST /fake/fail makes the next request of a path fail, or be
+answered with something else, POST /fake/metrics says what GET /metrics answers, GET /fake/requests
+lists every path that was asked for, and GET /fake/generated what each request for tokens said of
+itself.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Sampler:
         self.resumed.set()
         self.lock = threading.Lock()
         self.groups: dict[str, Any] = {}
-        self.fail_next: set[str] = set()
-        """Paths whose next request is answered with an error."""
+        self.fail_next: dict[str, Any] = {}
+        """Paths whose next request is answered with this, or with an error where it is None."""
         self.always_fail = ""
         """Why no request for tokens succeeds, if so."""
         self.old = False
@@ -365,7 +366,7 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(length) or b"{}")
             query = {key: values[0] for key, values in parse_qs(parts.query).items()}
             if parts.path == "/fake/fail":
-                sampler.fail_next.add(body["path"])
+                sampler.fail_next[body["path"]] = body.get("answer")
                 self._send(200, {})
                 return
             if parts.path == "/fake/metrics":
@@ -376,10 +377,13 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
                 sampler.generated.append({"body": body, "headers": dict(self.headers)})
             sampler.requests.append(parts.path)
             try:
-                if parts.path in sampler.fail_next:
-                    sampler.fail_next.discard(parts.path)
+                if parts.path not in sampler.fail_next:
+                    call = Call(body, query, dict(self.headers))
+                    self._send(200, answer(sampler, parts.path, call))
+                elif (instead := sampler.fail_next.pop(parts.path)) is not None:
+                    self._send(200, instead)
+                else:
                     raise Refusal(500, "told to fail")
-                self._send(200, answer(sampler, parts.path, Call(body, query, dict(self.headers))))
             except Refusal as refusal:
                 self._send(refusal.status, {"error": refusal.message})
             except (RuntimeError, KeyError) as error:
