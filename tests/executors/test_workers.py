@@ -41,9 +41,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FAKE = Path(__file__).parents[1] / "engines" / "fake"
 FAIL_FAST = {"fail_fast": True, "retry_pause": 0.5}
 AGENT = """
-import asyncio, ctypes, logging, os, time
+import asyncio, ctypes, logging, os, signal, sys, threading, time
 from pathlib import Path
 import agentrl as rl
+
+class Odd:
+    def __reduce__(self):
+        return int, ("no number",)
 
 class Env(rl.AgentInstance):
     async def reset(self, example):
@@ -53,6 +57,10 @@ class Env(rl.AgentInstance):
             return "x" * 500
         if self.does == "log":
             logging.getLogger("env").warning("the board is odd")
+        if self.does == "log badly":
+            logging.getLogger("env").warning("%d pieces", "no number")
+        if self.does == "odd":
+            return [{"role": "user", "content": "go", "piece": Odd()}]
         return f"go {example['number']}"
 
     async def step(self, action):
@@ -66,6 +74,13 @@ class Env(rl.AgentInstance):
                 await asyncio.Event().wait()
             case "hang once" if self.first_time():
                 time.sleep(600)
+            case "fork and die once" if self.first_time():
+                if os.fork() == 0:
+                    time.sleep(600)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit in a task once" if self.first_time():
+                threading.Thread(target=time.sleep, args=(600,)).start()
+                await asyncio.create_task(self.exit())
             case "crash":
                 ctypes.string_at(0)
         return rl.StepResult(
@@ -77,6 +92,9 @@ class Env(rl.AgentInstance):
 
     async def close(self):
         self.note("closed")
+
+    async def exit(self):
+        sys.exit(4)
 
     def first_time(self):
         mark = self.log.with_name(f"{self.log.name}-{self.does}")
@@ -318,10 +336,40 @@ async def test_what_an_agent_logs_reaches_the_log_of_the_run(
     assert [r.getMessage() for r in caplog.records if r.name == "env"] == ["the board is odd"]
 
 
-async def test_an_example_that_cannot_travel_is_named(stage: Stage, tmp_path: Path) -> None:
-    request = GroupRequest("g", "e", {"does": lambda: None, "log": "", "number": 0}, 1)
+async def test_a_log_message_that_is_wrong_in_itself_fails_no_episode(
+    stage: Stage, tmp_path: Path
+) -> None:
+    result = await stage.scheduler().run(requests(tmp_path / "log", "log badly", members=1))
+    assert result.num_failed == {}
+
+
+class Odd:
+    """Can be pickled, but not be made again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("odd", [lambda: None, Odd()])
+async def test_an_example_that_cannot_travel_is_named(
+    stage: Stage, tmp_path: Path, odd: object
+) -> None:
+    request = GroupRequest("g", "e", {"does": odd, "log": "", "number": 0}, 1)
+    before = processes_of(stage.attempts)
     with pytest.raises(AgentError, match=r"cannot travel .* set rollout\.num_processes 1"):
         await stage.scheduler().run([request])
+    assert processes_of(stage.attempts) == before
+
+
+async def test_an_episode_whose_result_cannot_travel_fails_alone(
+    stage: Stage, tmp_path: Path
+) -> None:
+    before = processes_of(stage.attempts)
+    result = await stage.scheduler().run(requests(tmp_path / "log", "odd", "go", members=1))
+    (dropped,) = result.dropped
+    assert "what came of an episode cannot travel between processes" in (dropped.error or "")
+    assert [group.group_id for group in result.groups] == ["00000001"]
+    assert processes_of(stage.attempts) == before
 
 
 async def test_a_process_that_is_killed_is_replaced_and_its_episodes_run_again(
@@ -363,6 +411,37 @@ async def test_an_agent_that_crashes_its_process_each_time_is_dropped_and_says_w
     assert result.num_failed == {StopReason.ENV_ERROR: 2}
     assert [group.group_id for group in result.groups] == ["00000001"]
     await stage.settled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", ["fork and die once", "exit in a task once"])
+async def test_a_process_is_known_to_have_ended_whatever_its_agent_has_left_running(
+    stage: Stage, tmp_path: Path, does: str
+) -> None:
+    scheduler = stage.scheduler(max_concurrency=1)
+    run = scheduler.run(requests(tmp_path / "log", does, members=1))
+    result = await asyncio.wait_for(run, 60)
+    assert result.num_completed == 1
+    assert result.num_retried == 1
+    await stage.settled()
+    family = psutil.Process().children(recursive=True)
+    assert len([each for each in family if "agentrl.executors.workers" in str(each.cmdline())]) == 2
+
+
+@pytest.mark.slow
+async def test_a_process_finds_the_modules_that_agentrl_finds(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logging.py").write_text("raise KeyError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "far_away.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    config = config_of(tmp_path / "library", num_processes=1)
+    config.agent.write_text(f"import far_away\n{AGENT}")
+    attempts = ProcessAttempts(config, stage.pool, ())
+    await attempts.start()
+    await attempts.close()
 
 
 async def test_environments_in_processes_work_inside_a_rollout_process(

@@ -22,9 +22,11 @@ __all__ = [
     "MESSAGE_BYTES",
     "Outcome",
     "RemoteTraceback",
+    "pickled",
     "receive",
     "take_frames",
     "to_bytes",
+    "unpickled",
 ]
 
 CANCEL = "cancel"
@@ -77,6 +79,35 @@ class Outcome:
         return self.value
 
 
+def pickled(value: object, remedy: str) -> bytes:
+    """A value as bytes. `remedy` is what to do about one that cannot travel.
+
+    Raises:
+        AgentError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # an object of the user's may raise anything
+        raise AgentError(
+            f"{value!r:.200} cannot travel between processes ({error}): {remedy}"
+        ) from error
+
+
+def unpickled(body: bytes, what: str, remedy: str) -> Any:
+    """The value that became these bytes. `what` and `remedy` are for one that cannot travel.
+
+    Raises:
+        AgentError: it cannot be made again here.
+    """
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # an object of the user's may raise anything
+        raise AgentError(
+            f"{what} cannot travel between processes ({type(error).__name__} while it was made "
+            f"again: {error}): {remedy}"
+        ) from error
+
+
 def to_bytes(
     value: object, remedy: str = "return plain values, or set rollout.env_backend thread"
 ) -> bytes:
@@ -85,12 +116,7 @@ def to_bytes(
     Raises:
         AgentError: the value cannot be pickled.
     """
-    try:
-        body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # an object of the user's may raise anything
-        raise AgentError(
-            f"{value!r:.200} cannot travel between processes ({error}): {remedy}"
-        ) from error
+    body = pickled(value, remedy)
     return _LENGTH.pack(len(body)) + body
 
 

@@ -28,14 +28,14 @@ class Channel(asyncio.Protocol):
         self._received = bytearray()
 
     def send(self, message: object) -> None:
-        """Send a message, unless the other side has gone.
-
-        Raises:
-            AgentError: it cannot travel.
-        """
-        frame = to_bytes(message, "use plain values, or set rollout.num_processes 1")
+        """Send a message, unless the other side has gone."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
+            self._transport.write(to_bytes(message))
+
+    def close(self) -> None:
+        """Take and send nothing more."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is connected."""

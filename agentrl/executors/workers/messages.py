@@ -8,18 +8,44 @@ Begin, Cancel              ->    runs one attempt at an episode
 NewWeights                 ->
                            <-    Logged
 Close                      ->    ends its attempts, closes its executor, and ends
+
+What users' code made is sealed: pickled by itself, so that a value which cannot be made again on
+the other side is the failure of one attempt, and not the end of the conversation.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.config import Config
 from agentrl.engines.token_route import TokenRoute
-from agentrl.executors.attempts import Member
-from agentrl.executors.process.frames import Outcome
+from agentrl.executors.process.frames import Outcome, pickled, unpickled
 
-__all__ = ["Begin", "Cancel", "Close", "Ended", "Failed", "Logged", "NewWeights", "Ready", "Setup"]
+__all__ = [
+    "Begin",
+    "Cancel",
+    "Close",
+    "Ended",
+    "Failed",
+    "Logged",
+    "NewWeights",
+    "Ready",
+    "Setup",
+    "opened",
+    "sealed",
+]
+
+REMEDY = "use plain values, or set rollout.num_processes 1"
+
+
+def sealed(value: object) -> bytes:
+    """A value of the user's, to be sent; raises `AgentError` where it cannot be pickled."""
+    return pickled(value, REMEDY)
+
+
+def opened(body: bytes, what: str) -> Any:
+    """What was sealed; raises `AgentError`, which names it as `what`, where it cannot be made."""
+    return unpickled(body, what, REMEDY)
 
 
 class Setup(NamedTuple):
@@ -38,7 +64,8 @@ class Begin(NamedTuple):
     """Run an attempt."""
 
     number: int
-    member: Member
+    member: bytes
+    """A sealed `Member`."""
     attempt: int
 
 
@@ -72,7 +99,8 @@ class Ended(NamedTuple):
     """What came of an attempt: a trajectory, or what ends the run."""
 
     number: int
-    outcome: Outcome
+    outcome: bytes
+    """A sealed `Outcome`."""
 
 
 class Logged(NamedTuple):

@@ -37,6 +37,8 @@ from agentrl.executors.workers.messages import (
     NewWeights,
     Ready,
     Setup,
+    opened,
+    sealed,
 )
 from agentrl.types import StopReason, Trajectory
 
@@ -51,6 +53,9 @@ EXIT_SECONDS = 5.0
 """How long a process may take to end once its socket has."""
 
 POLL_SECONDS = 0.02
+
+LOOK_SECONDS = 0.5
+"""How often it is looked whether a process has ended whose socket somebody keeps open."""
 
 SLACK_SECONDS = 15.0
 """Beyond what a process allows itself, for a machine that has much to do."""
@@ -101,6 +106,7 @@ class WorkerProcess:
         worker = cls(process, pool, setup.config.rollout)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: worker._channel, sock=ours)
+        worker._look()
         worker._channel.send(setup)
         try:
             await asyncio.wait({worker._ready}, timeout=START_SECONDS)
@@ -141,7 +147,7 @@ class WorkerProcess:
         """
         number = next(self._numbers)
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._channel.send(Begin(number, member, attempt))
+        self._channel.send(Begin(number, sealed(member), attempt))
         self._answers[number] = answer
         self.num_begun += 1
         try:
@@ -205,13 +211,25 @@ class WorkerProcess:
                 self._lender.take(message)
             case Ended(number=number, outcome=outcome):
                 if (answer := self._answers.get(number)) is not None:
-                    answer.set_result(outcome)
+                    answer.set_result(_read(outcome))
             case Logged(logger=name, level=level, text=text):
-                logging.getLogger(name).log(level, "%s", text)
+                # Handlers that its own logger has were there, too, and have heard of it.
+                root = logging.getLogger()
+                root.handle(root.makeRecord(name, level, "", 0, text, (), None))
             case Ready():
                 self._ready.set_result(Outcome())
             case Failed(outcome=outcome):
                 self._ready.set_result(outcome)
+
+    def _look(self, has_ended: bool = False) -> None:
+        """Notice its end also where something that an agent forked keeps its socket open."""
+        if not self.serves:
+            return
+        if has_ended:  # some time ago: what it said last has been heard
+            self._channel.close()
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(LOOK_SECONDS, self._look, _has_exited(self._process.pid))
 
     def _lose(self) -> None:
         self._lender.close()
@@ -246,14 +264,26 @@ class WorkerProcess:
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of its socket."""
     ours, theirs = socket.socketpair()
+    # It finds the modules that this process finds. `-m` would look into the working directory
+    # first, whose `types.py` would be taken for Python's own.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.worker import main; main()"
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())],
+            [sys.executable, "-c", code, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
     return process, ours
+
+
+def _read(outcome: bytes) -> Outcome:
+    """What came of an attempt; where it cannot be made here, the attempt failed."""
+    try:
+        read: Outcome = opened(outcome, "what came of an episode")
+    except AgentError as error:
+        return Outcome(failed_attempt(StopReason.ENV_ERROR, str(error)))
+    return read
 
 
 def _has_exited(pid: int) -> bool:

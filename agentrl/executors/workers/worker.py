@@ -1,10 +1,8 @@
 """A rollout process: it runs attempts, and sends their requests to the servers itself.
 
-    python -m agentrl.executors.workers.worker FD
-
-FD is its end of a socket to agentrl; see `messages` for what is said. It has no servers, weights,
-retries or groups: those are agentrl's. When the socket closes it ends its attempts, so that their
-instances are closed, and itself; when agentrl dies it is killed.
+It is given its end of a socket to agentrl; see `messages` for what is said. It has no servers,
+weights, retries or groups: those are agentrl's. When the socket closes it ends its attempts, so
+that their instances are closed, and itself; when agentrl dies it is killed.
 """
 
 from __future__ import annotations
@@ -16,14 +14,15 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from agentrl import event_loop
 from agentrl.engines.borrower import BorrowedEngine
 from agentrl.engines.lender import Granted, Refused
 from agentrl.errors import AgentError, AgentRLError
-from agentrl.executors.attempts import CANCEL_GRACE, Attempts, failed_attempt
+from agentrl.executors.attempts import CANCEL_GRACE, Attempts, Member, failed_attempt
 from agentrl.executors.base import AgentExecutor
 from agentrl.executors.build import local_attempts
 from agentrl.executors.process.frames import Outcome, receive, to_bytes
@@ -39,6 +38,8 @@ from agentrl.executors.workers.messages import (
     NewWeights,
     Ready,
     Setup,
+    opened,
+    sealed,
 )
 from agentrl.models.load import load_tokenizer
 from agentrl.plugin import load_agent
@@ -47,8 +48,21 @@ from agentrl.types import StopReason, Trajectory
 __all__ = ["main"]
 
 
-def main(descriptor: int) -> None:
-    """Serve the socket until it closes, then end the process."""
+def main() -> NoReturn:
+    """Serve the socket, whose descriptor is the argument, until it closes; then end the process."""
+    try:
+        _serve(int(sys.argv[1]))
+        status = 0
+    except BaseException:  # noqa: BLE001 - the edge of the process; an agent's task may exit, too
+        traceback.print_exc()
+        status = 1
+    # Not `sys.exit`: threads that hang in the agent's code must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve(descriptor: int) -> None:
     die_with_parent()
     # agentrl hears of Ctrl-C, and says what is to end. SIG_IGN would be inherited by what an agent
     # starts.
@@ -65,10 +79,6 @@ def main(descriptor: int) -> None:
         connection.sendall(to_bytes(Failed(Outcome.failed(error))))
         return
     event_loop.run(worker.serve(connection))
-    # Threads that hang in the agent's code must not keep the process.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 class _Worker:
@@ -96,18 +106,23 @@ class _Worker:
         """Until there is nothing more to do; every instance is closed then."""
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._channel, sock=connection)
-        root, to_parent = logging.getLogger(), _ToParent(self._channel, loop)
+        # agentrl has loaded the agent's file, too, and with it what the file adds here.
+        root = logging.getLogger()
         root.setLevel(self._setup.log_level)
-        root.addHandler(to_parent)
+        root.handlers[:] = [_ToParent(self._channel, loop)]
         self._channel.send(Ready())
-        await self._over.wait()
+        try:
+            await self._over.wait()
+        except asyncio.CancelledError:  # an agent's code has ended the event loop
+            self._channel.close()  # so that no attempt is blamed twice, for this and for the next
+            raise
         for task in self._running.values():
             task.cancel()
         if self._running:
             await asyncio.wait(self._running.values(), timeout=self._close_seconds)
         await self._executor.close()
         await self._engine.close()
-        root.removeHandler(to_parent)  # nobody would hear of what is said from here on
+        root.handlers.clear()  # nobody would hear of what is said from here on
 
     def _end(self) -> None:
         self._over.set()
@@ -117,8 +132,7 @@ class _Worker:
             case Granted() | Refused():
                 self._engine.take(message)
             case Begin(number=number):
-                attempt = self._attempts.run(message.member, message.attempt)
-                self._running[number] = asyncio.create_task(attempt)
+                self._running[number] = asyncio.create_task(self._run(message))
                 self._running[number].add_done_callback(partial(self._tell, number))
             case Cancel(number=number):
                 if (running := self._running.get(number)) is not None:
@@ -127,6 +141,10 @@ class _Worker:
                 self._engine.note_version(version)
             case Close():
                 self._end()
+
+    async def _run(self, begin: Begin) -> Trajectory:
+        member: Member = opened(begin.member, "an example")
+        return await self._attempts.run(member, begin.attempt)
 
     def _tell(self, number: int, attempt: asyncio.Task[Trajectory]) -> None:
         """Say what came of an attempt."""
@@ -138,10 +156,10 @@ class _Worker:
         else:
             outcome = Outcome(attempt.result())
         try:
-            self._channel.send(Ended(number, outcome))
-        except AgentError as error:  # something of the user's in it cannot travel
-            failed = failed_attempt(StopReason.ENV_ERROR, str(error))
-            self._channel.send(Ended(number, Outcome(failed)))
+            body = sealed(outcome)
+        except AgentError as error:
+            body = sealed(Outcome(failed_attempt(StopReason.ENV_ERROR, str(error))))
+        self._channel.send(Ended(number, body))
 
 
 class _ToParent(logging.Handler):
@@ -152,11 +170,10 @@ class _ToParent(logging.Handler):
         self._channel, self._loop = channel, loop
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record."""
-        logged = Logged(record.name, record.levelno, self.format(record))
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._channel.send, logged)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+        """Send one record. One that is wrong in itself ends nothing, as with every handler."""
+        try:
+            logged = Logged(record.name, record.levelno, self.format(record))
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._channel.send, logged)
+        except Exception:  # noqa: BLE001 - a message of the user's may raise anything
+            self.handleError(record)
