@@ -24,6 +24,7 @@ from agentrl.executors.failures import stop_reason_of
 from agentrl.executors.groups import GroupRequest
 from agentrl.executors.llm import LLM
 from agentrl.executors.share import is_chosen
+from agentrl.executors.timed_calls import wait_through
 from agentrl.types import SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -164,14 +165,16 @@ class LocalAttempts(Attempts):
         """Cancel an episode and give it time to close its instance."""
         episode.cancel()
         grace = self._rollout.close_timeout + CANCEL_GRACE
-        done, _ = await asyncio.wait({episode}, timeout=grace)
-        if not done:
-            logger.warning(
-                "episode %s went on for %g s after it was cancelled and is left behind: its agent "
-                "must let asyncio.CancelledError pass",
-                episode.get_name(),
-                grace,
-            )
+        try:
+            await wait_through(episode, grace)
+        finally:
+            if not episode.done():
+                logger.warning(
+                    "episode %s went on for %g s after it was cancelled and is left behind: its "
+                    "agent must let asyncio.CancelledError pass",
+                    episode.get_name(),
+                    grace,
+                )
 
 
 def failed_attempt(stop_reason: StopReason, error: str) -> Trajectory:

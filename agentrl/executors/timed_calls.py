@@ -5,15 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentrl.config import RolloutConfig
 from agentrl.errors import AgentTimeoutError
 from agentrl.executors.close_faults import CloseFaults
 
-__all__ = ["TimedCalls"]
+__all__ = ["TimedCalls", "wait_through"]
 
 T = TypeVar("T")
+
+
+async def wait_through(ending: asyncio.Future[Any], seconds: float) -> None:
+    """Wait until `ending` is done, for at most so long, however often this is cancelled meanwhile.
+    The cancellation goes on afterwards."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    interrupted: asyncio.CancelledError | None = None
+    while not ending.done() and loop.time() < deadline:
+        try:
+            await asyncio.wait({ending}, timeout=deadline - loop.time())
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 class TimedCalls:
@@ -73,21 +88,14 @@ class TimedCalls:
         Returns:
             Whether `close` returned, or raised.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._rollout.close_timeout
-        interrupted: asyncio.CancelledError | None = None
-        while not closing.done() and loop.time() < deadline:
-            try:
-                await asyncio.wait({closing}, timeout=deadline - loop.time())
-            except asyncio.CancelledError as error:
-                interrupted = error
-        where = f"{self._class_name}.close of episode {self._name!r}"
-        is_done = closing.done()
-        if not is_done:
-            closing.cancel()
-            self._close_faults.hung(where, self._rollout.close_timeout)
-        elif not closing.cancelled() and (failure := closing.exception()) is not None:
-            self._close_faults.raised(where, failure)
-        if interrupted is not None:
-            raise interrupted
+        try:
+            await wait_through(closing, self._rollout.close_timeout)
+        finally:
+            where = f"{self._class_name}.close of episode {self._name!r}"
+            is_done = closing.done()
+            if not is_done:
+                closing.cancel()
+                self._close_faults.hung(where, self._rollout.close_timeout)
+            elif not closing.cancelled() and (failure := closing.exception()) is not None:
+                self._close_faults.raised(where, failure)
         return is_done

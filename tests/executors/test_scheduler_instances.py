@@ -13,6 +13,7 @@ import pytest
 from agentrl.chat import ChatFormat
 from agentrl.config import RolloutConfig
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.executors.attempts import LocalAttempts, Member
 from agentrl.executors.base import AgentInstance
 from agentrl.executors.groups import GroupRequest, RolloutResult
 from agentrl.executors.multi_turn import MultiTurnExecutor
@@ -181,6 +182,41 @@ async def test_every_instance_is_closed_once_when_the_run_is_cancelled(blocking)
     with pytest.raises(asyncio.CancelledError):
         await running
     assert instance_class.closed == dict.fromkeys(range(4), 1)
+
+
+async def test_an_attempt_that_is_cancelled_again_and_again_still_ends_after_its_instance():
+    stepping, closing, closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(AgentInstance):
+        async def reset(self, example: Example) -> str:
+            return "go"
+
+        async def step(self, action: Action) -> StepResult:
+            stepping.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            closing.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            closed.set()
+
+    config, params = RolloutConfig(), SamplingParams(max_new_tokens=8)
+    executor, engine = MultiTurnExecutor(Slow, config), ScriptedEngine([[10, 11]])
+    attempts = LocalAttempts(executor, engine, CHAT, params, config)
+    member = Member(GroupRequest("g", "e", {}, 1), "g-000")
+    attempt = asyncio.create_task(attempts.run(member, 0))
+    await stepping.wait()
+    attempt.cancel()
+    await closing.wait()
+    for _ in range(3):
+        attempt.cancel()
+        await asyncio.sleep(0)
+    assert not closed.is_set()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert closed.is_set()
 
 
 def test_every_instance_is_closed_once_when_the_user_presses_ctrl_c(tmp_path):

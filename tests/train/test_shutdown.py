@@ -1,4 +1,5 @@
-"""Ctrl-C with rollouts ahead of training: every instance is closed, and no process is left."""
+"""Ctrl-C and SIGTERM with rollouts ahead of training: every instance is closed, and no process is
+left."""
 
 from __future__ import annotations
 
@@ -76,23 +77,33 @@ def wait_until_gone(family: list[psutil.Process]) -> None:
         time.sleep(0.05)
 
 
+def is_rollout_process(process: psutil.Process) -> bool:
+    try:
+        return "agentrl.executors.workers" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 TWO = ("--rollout.num_processes", "2")
 
 
 @pytest.mark.parametrize(
-    ("backend", "signals", "seconds", "flags"),
+    ("backend", "signum", "signals", "flags"),
     [
-        ("thread", 1, 0.1, ()),
-        ("process", 2, 600, ()),
-        pytest.param("thread", 1, 0.1, TWO, marks=pytest.mark.slow),
-        pytest.param("thread", 2, 600, TWO, marks=pytest.mark.slow),
-        pytest.param("process", 2, 600, TWO, marks=pytest.mark.slow),
+        ("thread", signal.SIGINT, 1, ()),
+        ("process", signal.SIGINT, 2, ()),
+        pytest.param("thread", signal.SIGINT, 1, TWO, marks=pytest.mark.slow),
+        pytest.param("thread", signal.SIGINT, 2, TWO, marks=pytest.mark.slow),
+        pytest.param("process", signal.SIGINT, 2, TWO, marks=pytest.mark.slow),
+        pytest.param("thread", signal.SIGTERM, 1, TWO, marks=pytest.mark.slow),
+        pytest.param("process", signal.SIGTERM, 2, TWO, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_left_open_or_running_after_ctrl_c(
-    tmp_path: Path, backend: str, signals: int, seconds: float, flags: tuple[str, ...]
+def test_nothing_is_left_open_or_running_after_a_signal(
+    tmp_path: Path, backend: str, signum: signal.Signals, signals: int, flags: tuple[str, ...]
 ) -> None:
     log, run_dir = tmp_path / "log", tmp_path / "run"
+    seconds = 0.1 if signals == 1 else 600
     process = start(tmp_path, seconds, "--rollout.env_backend", backend, *flags)
     if signals == 1:
         whole_runs.wait_for_step(run_dir, 1, process)
@@ -103,10 +114,11 @@ def test_nothing_is_left_open_or_running_after_ctrl_c(
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
     for _ in range(signals):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         time.sleep(0.2)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    # The second raises KeyboardInterrupt, whichever it is.
+    assert process.returncode == (128 + signum if signals == 1 else 130), err
     assert ("go on with --resume" in err) == (signals == 1)
     notes = noted(log)
     begun = notes.count("begun") + (backend == "process")  # the probe's instance, never reset
@@ -115,6 +127,26 @@ def test_nothing_is_left_open_or_running_after_ctrl_c(
     assert notes.count("closed") - begun in (0, 1)
     wait_until_gone(family)
     assert not os.path.exists(f"/proc/{process.pid}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended_while_its_processes_start(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = start(tmp_path, 600, *TWO)
+    family: list[psutil.Process] = []
+    while len([each for each in family if is_rollout_process(each)]) < 2:
+        assert process.poll() is None, process.communicate()
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    for _ in range(2):
+        process.send_signal(signum)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (-9 if signum == signal.SIGKILL else 130), err
+    assert "Traceback" not in err
+    wait_until_gone(family)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from agentrl.engines.pool import EnginePool
 from agentrl.errors import AgentError
 from agentrl.executors.attempts import CANCEL_GRACE, Member, failed_attempt
 from agentrl.executors.process.frames import Outcome
+from agentrl.executors.timed_calls import wait_through
 from agentrl.executors.workers.channel import Channel
 from agentrl.executors.workers.messages import (
     Begin,
@@ -158,7 +159,7 @@ class WorkerProcess:
         except asyncio.CancelledError:
             self._channel.send(Cancel(number))
             # The process itself says which episode did not end in time.
-            await asyncio.wait({answer}, timeout=self._close_seconds)
+            await wait_through(answer, self._close_seconds)
             raise
         finally:
             del self._answers[number]
