@@ -99,7 +99,10 @@ async def replace_weights(
         for engine in engines:
             engine.hold(f"its update to version {version} has not ended")
         try:
-            await _within(settings.timeout, _transfer(engines, transfer, version), version)
+            late = f"the weights of version {version} did not arrive"
+            remedy = "raise engine.update_timeout, or try another engine.transport"
+            arrival = _transfer(engines, transfer, version)
+            await _within(settings.timeout, arrival, late, remedy)
         except BaseException as error:
             reason = f"its update to version {version} failed ({error})"
             await asyncio.gather(*(engine.condemn(reason) for engine in engines))
@@ -122,24 +125,29 @@ async def _pause_all(
 ) -> None:
     mode = settings.pause_mode
     limit = None if mode == "wait" else settings.timeout
+    late = f"an engine did not pause for the weights of version {version}"
+    remedy = (
+        "see its log, and whether an agent's `async def` blocks, since a request that was admitted "
+        "is written to the server first; or raise engine.update_timeout"
+    )
     results = await asyncio.gather(
-        *(_within(limit, engine.pause(mode), version) for engine in engines),
+        *(_within(limit, engine.pause(mode), late, remedy) for engine in engines),
         return_exceptions=True,
     )
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        paused = [e for e, r in zip(engines, results, strict=True) if r is None]
-        # One that an earlier update left half done cannot go on; the pause's own failure counts.
-        await asyncio.gather(*(engine.resume() for engine in paused), return_exceptions=True)
+        # Also those whose pause failed: they hold requests back. One that an earlier update left
+        # half done cannot go on; the pause's own failure counts.
+        resuming = (asyncio.wait_for(engine.resume(), settings.timeout) for engine in engines)
+        await asyncio.gather(*resuming, return_exceptions=True)
         raise failures[0]
 
 
-async def _within(seconds: float | None, part: Coroutine[Any, Any, None], version: int) -> None:
+async def _within(
+    seconds: float | None, part: Coroutine[Any, Any, None], late: str, remedy: str
+) -> None:
     try:
         async with asyncio.timeout(seconds):
             await part
     except TimeoutError as error:
-        raise EngineError(
-            f"the weights of version {version} did not arrive within {seconds:g} s: raise "
-            "engine.update_timeout, or try another engine.transport"
-        ) from error
+        raise EngineError(f"{late} within {seconds:g} s: {remedy}") from error

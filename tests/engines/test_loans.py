@@ -18,7 +18,7 @@ import pytest
 from engines.conftest import EngineUnderTest
 from engines.test_adapter import adapted, serving
 from engines.test_pool import kill, running
-from engines.tiny import greedy, logprobs_R
+from engines.tiny import greedy, logprobs_R, source_of
 from transformers import PreTrainedModel
 
 from agentrl.engines.base import PauseMode
@@ -185,6 +185,23 @@ async def test_a_server_is_paused_only_when_what_was_admitted_is_written(
     result = await request
     assert result.finish_reason == ("abort" if mode == "abort" else "length")
     await loans.engine.close()
+
+
+async def test_an_update_that_waits_for_a_request_which_nobody_writes_says_so(
+    model_folder: Path, models: list[PreTrainedModel], tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path, update_timeout=0.5) as pool:
+        loans = Loans(pool)
+        loans.held = (Granted,)  # the borrower's process hangs
+        request = asyncio.create_task(loans.engine.generate(PROMPT, GREEDY))
+        await loans.waits.wait()
+        with pytest.raises(EngineError, match=r"did not pause .* an agent's `async def` blocks"):
+            await pool.update_weights(source_of(models[1], 1))
+        loans.let_go()
+        assert set((await request).weight_versions.tolist()) == {0}
+        again = await asyncio.wait_for(loans.engine.generate(PROMPT, GREEDY), 30)
+        assert set(again.weight_versions.tolist()) == {0}
+        await loans.engine.close()
 
 
 @both
