@@ -330,9 +330,16 @@ async def test_what_ends_a_run_in_one_process_ends_it_here_with_the_same_words(
 async def test_what_an_agent_logs_reaches_the_log_of_the_run(
     stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "env"):
+    own = logging.getLogger("env")
+    own.addHandler(caplog.handler)  # as a file's own handler: its process has one, too
+    try:
+        await stage.scheduler().run(requests(tmp_path / "log", "log", members=1))
+        own.setLevel(logging.ERROR)
         await stage.scheduler().run(requests(tmp_path / "log", "log", members=1))
         await asyncio.sleep(0.05)
+    finally:
+        own.removeHandler(caplog.handler)
+        own.setLevel(logging.NOTSET)
     assert [r.getMessage() for r in caplog.records if r.name == "env"] == ["the board is odd"]
 
 

@@ -215,8 +215,9 @@ class WorkerProcess:
                     answer.set_result(_read(outcome))
             case Logged(logger=name, level=level, text=text):
                 # Handlers that its own logger has were there, too, and have heard of it.
-                root = logging.getLogger()
-                root.handle(root.makeRecord(name, level, "", 0, text, (), None))
+                if logging.getLogger(name).isEnabledFor(level):
+                    root = logging.getLogger()
+                    root.handle(root.makeRecord(name, level, "", 0, text, (), None))
             case Ready():
                 self._ready.set_result(Outcome())
             case Failed(outcome=outcome):
