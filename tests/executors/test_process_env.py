@@ -288,3 +288,13 @@ def test_the_probe_before_a_run_builds_an_instance_in_a_process(tmp_path: Path) 
     )
     with pytest.raises(AgentError, match="ended with status 5 during __init__"):
         load_agent(path).make_executor(RolloutConfig(env_backend="process"), DataConfig())
+
+
+async def test_the_working_directory_does_not_replace_modules_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logging.py").write_text("raise KeyError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    result = await run(make_executor(tmp_path / "elsewhere"), tmp_path, "play")
+    assert result.num_completed == 1

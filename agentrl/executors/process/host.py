@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from typing import Any
 
 from agentrl.errors import AgentError
 from agentrl.executors.process.frames import CANCEL, MESSAGE_BYTES, Outcome, take_frames, to_bytes
+from agentrl.executors.process.parent import start_child
 from agentrl.executors.process.places import EnvHost, EnvPlace
 from agentrl.executors.process.recipe import Recipe
 
@@ -162,7 +162,9 @@ class _NurseryLink:
     @classmethod
     async def start(cls, recipe: Recipe) -> _NurseryLink:
         """Start it, and wait until the agent's file is loaded."""
-        link = cls(*_spawn())
+        process, control = start_child(f"{__package__}.nursery", socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        link = cls(process, control)
         link._control.send(json.dumps(asdict(recipe)).encode())
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -266,18 +268,3 @@ class _NurseryLink:
         for ended in self._ended.values():
             ended.set_result(signal.SIGKILL)
         self._ended.clear()
-
-
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The nursery's process, and our end of its control socket."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.nursery", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            # Ctrl-C is for agentrl, which closes environments before it ends.
-            start_new_session=True,
-        )
-    return process, ours

@@ -1,8 +1,6 @@
 """The process that environments are forked from: it loads the agent's file once, and waits.
 
-    python -m agentrl.executors.process.nursery FD
-
-FD is its end of a control socket (`SOCK_SEQPACKET`, a JSON object a message). The first message is
+It is handed its end of a control socket (`SOCK_SEQPACKET`, a JSON object a message). The first is
 the recipe of the instances; the answer is `{"ready": true}`, or `{"failed": why}`. Then:
 
     {"fork": n} with a socket     a process for an instance is forked; answered {"forked": n}
@@ -152,7 +150,3 @@ class _Nursery:
 def _end_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -12,9 +12,7 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -26,6 +24,7 @@ from agentrl.engines.pool import EnginePool
 from agentrl.errors import AgentError
 from agentrl.executors.attempts import CANCEL_GRACE, Member, failed_attempt
 from agentrl.executors.process.frames import Outcome
+from agentrl.executors.process.parent import start_child
 from agentrl.executors.timed_calls import wait_through
 from agentrl.executors.workers.channel import Channel
 from agentrl.executors.workers.messages import (
@@ -99,7 +98,7 @@ class WorkerProcess:
             AgentError: it could not be started, ended, or was not ready in time.
         """
         try:
-            process, ours = _spawn()
+            process, ours = start_child(f"{__package__}.worker")
         except OSError as error:
             raise AgentError(
                 f"a rollout process could not be started ({error}): lower rollout.num_processes"
@@ -261,22 +260,6 @@ class WorkerProcess:
                 )
                 self._ready.set_result(Outcome(error=error))
             self.ended.set()
-
-
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process, and our end of its socket."""
-    ours, theirs = socket.socketpair()
-    # It finds the modules that this process finds. `-m` would look into the working directory
-    # first, whose `types.py` would be taken for Python's own.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.worker import main; main()"
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return process, ours
 
 
 def _read(outcome: bytes) -> Outcome:

@@ -48,10 +48,10 @@ from agentrl.types import StopReason, Trajectory
 __all__ = ["main"]
 
 
-def main() -> NoReturn:
-    """Serve the socket, whose descriptor is the argument, until it closes; then end the process."""
+def main(descriptor: int) -> NoReturn:
+    """Serve a socket until it closes; then end the process."""
     try:
-        _serve(int(sys.argv[1]))
+        _serve(descriptor)
         status = 0
     except BaseException:  # noqa: BLE001 - the edge of the process; an agent's task may exit, too
         traceback.print_exc()
