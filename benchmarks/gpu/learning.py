@@ -61,7 +61,10 @@ def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
         section["pause_mode"] = "abort"
     if torch.cuda.is_available():
         apart = arguments.engine_gpu != 0
-        section |= {"gpus": [arguments.engine_gpu], "transport": "nccl" if apart else "ipc"}
+        # On the learner's GPU the server sees what the learner sees.
+        section |= (
+            {"gpus": [arguments.engine_gpu], "transport": "nccl"} if apart else {"transport": "ipc"}
+        )
         section["extra"] = {k: v for k, v in OPTIONS[kind].items() if k != "load_format"}
         section["extra"][MEMORY_SHARE[kind]] = arguments.memory_share
         if not arguments.max_staleness and not apart:
