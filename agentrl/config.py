@@ -247,6 +247,10 @@ class TrainConfig(Section):
     weights too, which go to the GPU a few at a time. Less GPU memory, much more time."""
     reference_offload: bool = False
     """The same for the weights of the reference policy, which are needed once a step."""
+    offload_for_rollouts: bool = True
+    """With engine.enable_sleep, the learner's weights, gradients and states wait in host memory
+    while the engine samples. False leaves them on the GPU, which saves the time of moving them
+    where both fit: the engine's share of the GPU must leave room for them."""
     save_steps: NonNegativeInt = 0
     """A checkpoint every so many steps, and at the end; 0: only at the end."""
     max_checkpoints: PositiveInt = 2
@@ -375,6 +379,11 @@ class Config(Section):
             other = "model.lora" if self.model.lora.rank else "train.sequence_parallel_size"
             raise ValueError(
                 f"train.tensor_parallel_size does not go with {other}: set one to its default"
+            )
+        if not train.offload_for_rollouts and not self.engine.enable_sleep:
+            raise ValueError(
+                "train.offload_for_rollouts would be ignored: the learner gives the GPU away only "
+                "with engine.enable_sleep; set that, or leave this out"
             )
         if train.reference_offload and (self.algo.kl.coef == 0 or self.model.lora.rank):
             why = (

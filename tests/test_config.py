@@ -269,6 +269,11 @@ def test_a_reference_that_is_no_second_model_cannot_be_offloaded(argv: list[str]
         from_flags("--train.reference_offload", "true", *argv)
 
 
+def test_a_learner_that_stays_on_the_gpu_is_refused_where_no_engine_shares_it() -> None:
+    with pytest.raises(UsageError, match=r"train.offload_for_rollouts would be ignored.*sleep"):
+        from_flags("--train.offload_for_rollouts", "false")
+
+
 def test_experts_are_not_replayed_where_ranks_share_a_sequence() -> None:
     with pytest.raises(UsageError, match=r"rollout\.router_replay does not know which tokens"):
         from_flags("--rollout.router_replay", "true", "--train.sequence_parallel_size", "2")

@@ -207,13 +207,9 @@ class TrainingRun:
     async def _started(self) -> AsyncIterator[None]:
         """The engine runs in this block. Where it shares GPUs with the learner, it sees them empty
         when it starts, since it takes a share of what is free, and then sleeps."""
-        shared = self._config.engine.enable_sleep
-        if shared:
-            self._learner.offload()
+        self._yield_gpu()
         async with self._sampler:
-            if shared:
-                await self._sampler.engine.sleep(self._config.engine.sleep_level)
-                self._learner.reload()
+            await self._take_gpu()
             yield
 
     def _say_what_starts(self) -> None:
@@ -327,13 +323,24 @@ class TrainingRun:
         shared = self._config.engine.enable_sleep
         if shared:
             with self._progress.phase("sleep"):
-                self._learner.offload()
+                self._yield_gpu()
                 await self._sampler.engine.wake(("kv_cache",))
         with self._progress.phase(phase):
             yield
         if shared:
             with self._progress.phase("sleep"):
-                await self._sampler.engine.sleep(self._config.engine.sleep_level)
+                await self._take_gpu()
+
+    def _yield_gpu(self) -> None:
+        """Make room for an engine on the learner's GPUs."""
+        if self._config.engine.enable_sleep and self._config.train.offload_for_rollouts:
+            self._learner.offload()
+
+    async def _take_gpu(self) -> None:
+        """The learner's turn on GPUs that it shares with the engine."""
+        if self._config.engine.enable_sleep:
+            await self._sampler.engine.sleep(self._config.engine.sleep_level)
+            if self._config.train.offload_for_rollouts:
                 self._learner.reload()
 
     async def _evaluate(self) -> dict[str, float]:

@@ -21,9 +21,10 @@ pass. It asks for the log-probability of every sampled token, which cannot be tu
 asks on its default share of the episodes. TRL's weights, gradients and moments are float32, and it
 computes in bfloat16 under autocast, which is its default; with `--trl-weights bfloat16` all of them
 are bfloat16, which is faster and keeps no small update. agentrl computes with bfloat16 weights and
-steps float32 ones beside them. Its vLLM is a server, its weights travel by CUDA IPC, and with sleep
-what its learner holds waits in host memory while vLLM samples, where TRL's stays on the GPU. It
-computes a prompt once for its group, `--max-tokens-per-gpu` tokens at a time.
+steps float32 ones beside them. Its vLLM is a server and its weights travel by CUDA IPC. On both
+sides the learner stays on the GPU while vLLM samples; with `--offload` agentrl's waits in host
+memory meanwhile, which is its default and nothing that TRL can do. It computes a prompt once for
+its group, `--max-tokens-per-gpu` tokens at a time.
 
     python benchmarks/gpu/vs_trl.py [--shape qwen2.5-0.5b] [--python PYTHON] [--trl-python PYTHON]
         [--sides trl agentrl] [--json]
@@ -94,6 +95,7 @@ def agentrl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[
         "python": arguments.python,
         "max_num_seqs": workload.episodes,
     }
+    train: dict[str, Any] = {"max_tokens_per_gpu": arguments.max_tokens_per_gpu}
     if torch.cuda.is_available():
         engine["extra"] = {
             "gpu_memory_utilization": arguments.memory_share,
@@ -101,11 +103,12 @@ def agentrl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[
         }
         if arguments.sleep:
             engine |= {"enable_sleep": True, "sleep_level": 2}
+            train["offload_for_rollouts"] = arguments.offload
     return {
         "model": {"dtype": "bfloat16", "use_liger_kernel": arguments.liger},
         "engine": engine,
         "rollout": {"max_concurrency": workload.episodes},
-        "train": {"max_tokens_per_gpu": arguments.max_tokens_per_gpu},
+        "train": train,
     }
 
 
@@ -227,6 +230,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trl-weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU, vLLM's")
     parser.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--offload", action="store_true", help="agentrl's learner, for rollouts")
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="keep logs and runs in this folder, which is new")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -234,6 +238,8 @@ def parse() -> argparse.Namespace:
     micro_batch, tokens = PASSES.get(arguments.shape, (8, 16384))
     arguments.micro_batch = arguments.micro_batch or micro_batch
     arguments.max_tokens_per_gpu = arguments.max_tokens_per_gpu or tokens
+    if arguments.offload and not arguments.sleep:
+        parser.error("--offload makes room for an engine that sleeps: leave out --no-sleep")
     if arguments.steps < 3:
         parser.error("--steps must be at least 3: the first batch starts, the second warms up")
     return arguments

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from learner_parts import make_config
 
 from agentrl.engines.remote import RemoteEngine
@@ -12,7 +13,10 @@ TESTS = Path(__file__).parents[1]
 AGENT = TESTS.parent / "examples" / "agents" / "number_guess.py"
 
 
-def test_engine_and_learner_take_turns_and_an_evaluation_is_a_turn_too(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("learner_makes_room", [True, False])
+def test_engine_and_learner_take_turns_and_an_evaluation_is_a_turn_too(
+    tmp_path: Path, monkeypatch, learner_makes_room: bool
+):
     calls: list[str] = []
 
     def note(owner: type, name: str) -> None:
@@ -38,13 +42,14 @@ def test_engine_and_learner_take_turns_and_an_evaluation_is_a_turn_too(tmp_path:
         rollout={"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 3, "max_turns": 2,
                  "max_tokens": 160},
         algo={"advantage": {"drop_zero_variance": False}},
-        train={"max_steps": 2, "eval_steps": 2, "save_steps": 1},
+        train={"max_steps": 2, "eval_steps": 2, "save_steps": 1,
+               "offload_for_rollouts": learner_makes_room},
         log={"run_dir": tmp_path / "run", "tensorboard": False},
     ).model_copy(update={"agent": AGENT})  # fmt: skip
     train(config)
     push = ["wake weights", "set_version"]
     turn = ["offload", "wake kv_cache", "sleep", "reload"]
-    assert calls == [
+    expected = [
         *("offload", "sleep", "reload"),  # around the start of the server
         *push,
         *turn,
@@ -58,3 +63,5 @@ def test_engine_and_learner_take_turns_and_an_evaluation_is_a_turn_too(tmp_path:
         *push,
         "save",
     ]
+    moves = () if learner_makes_room else ("offload", "reload")
+    assert calls == [call for call in expected if call not in moves]
