@@ -102,7 +102,7 @@ def make_config(arguments: argparse.Namespace, run_dir: Path) -> Config:
                 "max_tokens_per_gpu": 32768,
                 "max_staleness": arguments.max_staleness,
                 "eval_on_start": True,
-                "eval_steps": max(arguments.steps // 4, 1),
+                "eval_steps": max(arguments.steps // arguments.evaluations, 1),
             },
             "log": {"run_dir": run_dir, "tensorboard": False},
         }
@@ -254,6 +254,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="tiny", help="a .gguf file or a model folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--evaluations", type=int, default=4, help="besides that before step 1")
     parser.add_argument("--groups", type=int, default=64, help="questions of a step")
     parser.add_argument("--members", type=int, default=8, help="samples of a question")
     parser.add_argument("--lr", type=float, default=1e-5)

@@ -11,7 +11,10 @@ moved; tokens per second, arithmetic, and the most memory that rank 0 held.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -63,13 +66,14 @@ def make_config(case: Case) -> Config:
 
 
 def samples(case: Case, vocab_size: int) -> list[Sample]:
-    """Sequences that share nothing; the second half of each was sampled."""
+    """Sequences that share nothing; the second half of each was sampled. The advantages' mean is 1,
+    so that the loss is not a small difference of large sums."""
     rng = np.random.default_rng(0)
     positions = np.arange(case.length // 2, case.length, dtype=np.int32)
     weight = 1 / (case.sequences * len(positions))
     return [
         Sample(rng.integers(0, vocab_size, case.length).astype(np.int32), positions).with_fields(
-            advantages=rng.normal(size=len(positions)), weights=np.full(len(positions), weight)
+            advantages=rng.normal(1.0, size=len(positions)), weights=np.full(len(positions), weight)
         )
         for _ in range(case.sequences)
     ]
@@ -108,25 +112,25 @@ def drive(learner: Learner, case: Case) -> dict[str, Any]:
 
 
 def run(case: Case) -> dict[str, Any] | None:
-    """One case on this rank; what rank 0 found."""
+    """One case on this rank; what rank 0 found, `out_of_memory` where one GPU is too small."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    dtype = getattr(torch, case.dtype)
-    model = build_model(case.shape, dtype=dtype, device=device, layers=case.layers)
-    learner = Learner(model, make_config(case))
-    del model
-    if not is_main_process():
-        learner.follow()
-        return None
-    try:
-        return drive(learner, case)
-    except torch.OutOfMemoryError:
-        if learner.group.world_size > 1:
-            raise
-        return {"out_of_memory": True}
-    finally:
-        learner.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            dtype = getattr(torch, case.dtype)
+            model = build_model(case.shape, dtype=dtype, device=device, layers=case.layers)
+            learner = Learner(model, make_config(case))
+            del model
+            if not is_main_process():
+                learner.follow()
+                return None
+            stack.callback(learner.close)
+            return drive(learner, case)
+        except torch.OutOfMemoryError:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise
+            return {"out_of_memory": True}
 
 
 def _now() -> float:
@@ -144,6 +148,7 @@ def main() -> None:
     for text in arguments.cases:
         case = Case(**json.loads(text))
         found[case.name] = run(case)
+        gc.collect()  # DeepSpeed's engine refers to itself
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if is_main_process():

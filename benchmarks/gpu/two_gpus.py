@@ -143,6 +143,7 @@ def asynchronous(runner: Runner) -> dict[str, Any]:
             *runner.engine(),
             *("--model", arguments.model, "--steps", arguments.steps, "--engine-gpu", 1),
             *("--groups", 32, "--max-staleness", staleness, "--compared", 16),
+            *("--evaluations", 1),
         )
         names = ("held_out", "curve", "seconds_a_step", "staleness_mean", "step_seconds")
         found[f"max_staleness {staleness}"] = {name: result[name] for name in names}
