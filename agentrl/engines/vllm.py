@@ -29,6 +29,8 @@ from agentrl.errors import EngineError
 __all__ = ["VLLMEngine", "install_plugin"]
 
 PLUGIN = "agentrl_vllm_plugin"
+IN_PLACE = ("copy_plan.py", "copy_proof.py", "copy_tiling.py", "in_place.py")
+"""What the plugin imports from beside it."""
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
 
@@ -37,11 +39,16 @@ def install_plugin(folder: Path) -> Path:
     """Write the plugin as an installed distribution; returns the folder for PYTHONPATH.
 
     vLLM finds plugins by the entry points of distributions. The server may run in an environment
-    without agentrl, so one file and its metadata are put where only the server looks.
+    without agentrl, so a package of few files and its metadata are put where only the server looks.
     """
+    package = folder / PLUGIN
+    package.mkdir(parents=True, exist_ok=True)
+    ours = Path(launch.__file__)
+    shutil.copyfile(ours.with_name("vllm_plugin.py"), package / "__init__.py")
+    for name in IN_PLACE:
+        shutil.copyfile(ours.with_name(name), package / name)
     metadata = folder / f"{PLUGIN}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(launch.__file__).with_name("vllm_plugin.py"), folder / f"{PLUGIN}.py")
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
     entry = f"[vllm.general_plugins]\nagentrl = {PLUGIN}:register\n"
     (metadata / "entry_points.txt").write_text(entry)

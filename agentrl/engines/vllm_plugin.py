@@ -1,8 +1,9 @@
 """Runs inside vLLM: receives weights over a torch process group or out of shared memory.
 
-vLLM finds it as a plugin (`vllm.general_plugins`), so this file is copied alone into a folder on
-the server's PYTHONPATH (see `agentrl.engines.vllm.install_plugin`). It may import torch and vLLM,
-and nothing of agentrl. The learner's side is `agentrl.engines.transport`.
+vLLM finds it as a plugin (`vllm.general_plugins`), so this file and those that it imports from
+beside it are copied into a folder on the server's PYTHONPATH (see
+`agentrl.engines.vllm.install_plugin`). They may import torch and vLLM, and nothing else of agentrl.
+The learner's side is `agentrl.engines.transport`.
 """
 
 # mypy: ignore-errors
@@ -26,12 +27,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     layerwise,
 )
 from vllm.platforms import current_platform
+
+from .in_place import InPlaceUpdates
+
+logger = init_logger("vllm.agentrl")
 
 BACKEND = "agentrl"
 WAIT_MS = 2
@@ -92,7 +98,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
-    """Receives flat buckets and loads their tensors through the model's own loaders."""
+    """Receives flat buckets, and loads their tensors or copies them (see `in_place`)."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
@@ -101,6 +107,7 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         super().__init__(*arguments, **options)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._opened: dict[str, torch.Tensor] = {}
+        self._updates = self._updates_of(self.model)
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Join the group, or leave it."""
@@ -112,12 +119,17 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._groups[init_info.name] = _join(init_info, init_info.rank_offset + rank)
 
     def start_weight_update(self) -> None:
-        """Let the layers take weights again; on a CPU they are packed after loading."""
+        """Let the layers take weights again, unless they are to be copied into them."""
         _discard_partial_load(self.model)
-        initialize_layerwise_reload(self.model)
+        if self._updates.model is not self.model:  # a draft model, or no longer one
+            self._updates = self._updates_of(self.model)
+        self._updates.begin()
+        if not self._updates.copies:
+            with self._updates.loading():
+                initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one bucket and load it."""
+        """Receive one bucket and load or copy it."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -132,13 +144,22 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         flat = self._receive(update_info, sum(sizes))
         parts = flat.split(sizes)
         fields = zip(update_info.names, dtypes, update_info.shapes, parts, strict=True)
-        self.model.load_weights(
-            (name, part.view(dtype).view(shape)) for name, dtype, shape, part in fields
-        )
+        tensors = [(name, part.view(dtype).view(shape)) for name, dtype, shape, part in fields]
+        if self._updates.copies:
+            self._updates.copy(tensors)
+            return
+        self._updates.note(tensors)
+        with self._updates.loading():
+            self.model.load_weights(iter(tensors))
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Let the layers do what they do after a load: on a CPU they are packed again."""
+        if self._updates.copies:
+            self._updates.copied()
+            return
+        with self._updates.loading():
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._updates.loaded()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -151,14 +172,18 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             self._leave(name)
         self._opened.clear()
 
+    def _updates_of(self, model: torch.nn.Module) -> InPlaceUpdates:
+        balances = self.parallel_config.enable_eplb  # experts change places
+        return InPlaceUpdates(model, logger.info, placed_anew=balances)
+
     def _receive(self, info: BucketInfo, nbytes: int) -> torch.Tensor:
         if info.group is not None:
             flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             dist.broadcast(flat, src=0, group=self._groups[info.group])
             return flat
-        # A layer keeps its tensors until all of them are there, and the memory is written again
-        # for a later bucket: hence the copy.
-        return self._open(info.memory)[:nbytes].to(self.device, copy=True)
+        # In a load, a layer keeps its tensors until all of them are there, and the memory is
+        # written again for a later bucket: hence the copy.
+        return self._open(info.memory)[:nbytes].to(self.device, copy=not self._updates.copies)
 
     def _open(self, memory: dict[str, Any]) -> torch.Tensor:
         """The whole of a shared memory, opened once and kept."""

@@ -91,7 +91,7 @@ def test_the_plugin_is_found_as_an_installed_distribution(tmp_path: Path) -> Non
     (distribution,) = importlib.metadata.distributions(path=[str(folder)])
     (entry,) = distribution.entry_points
     assert entry.group == "vllm.general_plugins"
-    assert (folder / f"{entry.module}.py").is_file()
+    assert (folder / entry.module / "__init__.py").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""The plugin's updates: loaded, loaded and proven, then copied; and what ends the copying.
+
+vLLM itself is not installed here: its modules are stand-ins, and a reload writes new values to
+every layer's own tensors, as that of vLLM does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines.loaders import FusedModel, Named, bytes_of, new_weights, split
+from torch import nn
+
+from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
+
+
+class Reload:
+    """What vLLM does before and after the loader of the model, which it counts."""
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0
+        self.spoils = False
+
+    def initialize(self, model: nn.Module) -> None:
+        self.began += 1
+
+    def finalize(self, model: Any, config: object) -> None:
+        self.ended += 1
+        if self.spoils:
+            model.norm.data.mul_(2)
+
+
+class TransferEngine:
+    """The part of vLLM's base class that the plugin leans on."""
+
+    def __class_getitem__(cls, item: object) -> type:
+        return cls
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.model_config = model, None
+        self.device = torch.device("cpu")
+        self.parallel_config = SimpleNamespace(enable_eplb=False)
+
+    def parse_update_info(self, info: dict[str, Any]) -> Any:
+        return self.update_info_cls(**info)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def reload() -> Reload:
+    return Reload()
+
+
+@pytest.fixture
+def engine(reload: Reload, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin's engine with a model that holds no numbers yet."""
+    layerwise = SimpleNamespace(get_layerwise_info=lambda layer: SimpleNamespace(can_load=bool))
+    stand_ins: dict[str, dict[str, Any]] = {
+        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace()},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": TransferEngine,
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+        },
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": object},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": reload.initialize,
+            "finalize_layerwise_reload": reload.finalize,
+            "layerwise": layerwise,
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace()},
+    }
+    for name, content in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    plugin = importlib.import_module("agentrl.engines.vllm_plugin")
+    yield plugin.WeightEngine(FusedModel())
+    del sys.modules["agentrl.engines.vllm_plugin"]
+
+
+def send(engine: Any, bucket: Named) -> None:
+    buffer = SharedBuffer.allocate(1 << 13, torch.device("cpu"))
+    flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
+    buffer.flat[: len(flat)].copy_(flat)
+    engine.update_weights(
+        {
+            "names": [name for name, _ in bucket],
+            "dtypes": ["float32" for _ in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "memory": {"name": buffer.name, "handle": share_parts(buffer.flat)},
+        }
+    )
+    buffer.flat.fill_(255)  # the learner writes the next bucket there
+
+
+def update(engine: Any, weights: Named, size: int = 4) -> None:
+    engine.start_weight_update()
+    for bucket in split(weights, size):
+        send(engine, bucket)
+    engine.finish_weight_update()
+
+
+def assert_holds(engine: Any, weights: Named) -> None:
+    expected = FusedModel()
+    expected.load_weights(weights)
+    assert bytes_of(engine.model) == bytes_of(expected)
+
+
+def updated(engine: Any, count: int) -> None:
+    for seed in range(count):
+        update(engine, new_weights(seed))
+
+
+def test_the_third_update_and_all_later_ones_are_copies(
+    engine: Any, reload: Reload, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for seed, loads in enumerate([1, 2, 2, 2]):
+        update(engine, new_weights(seed), size=seed + 2)
+        assert_holds(engine, new_weights(seed))
+        assert (reload.began, reload.ended) == (loads, loads)
+    assert caplog.messages == ["weights are copied in place from now on: 11 copies"]
+
+
+def test_an_engine_that_changes_what_was_loaded_goes_on_loading(
+    engine: Any, reload: Reload, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reload.spoils = True
+    updated(engine, 4)
+    assert reload.ended == 4
+    (message,) = caplog.messages
+    assert message.startswith("weights go through the loader in every update: the engine computes")
+
+
+def test_the_model_keeps_no_memory_of_a_bucket_that_was_copied(engine: Any) -> None:
+    updated(engine, 2)
+    engine.start_weight_update()
+    ((name, tensor),) = [pair for pair in new_weights(7) if pair[0] == "down"]
+    send(engine, [(name, tensor)])
+    assert torch.equal(engine.model.down, tensor)
+
+
+def test_a_weight_that_did_not_come_is_an_error_and_the_next_update_is_loaded(
+    engine: Any, reload: Reload
+) -> None:
+    updated(engine, 2)
+    with pytest.raises(
+        RuntimeError,
+        match=r"2 weights did not come .* earlier updates \(head, norm\): update again",
+    ):
+        update(engine, new_weights(3)[:-2])
+    update(engine, new_weights(4))
+    assert reload.ended == 3
+    assert_holds(engine, new_weights(4))
+
+
+@pytest.mark.parametrize("shape", [(8,), (9,)])
+def test_a_weight_that_was_not_planned_is_an_error_and_the_next_update_is_loaded(
+    engine: Any, reload: Reload, shape: tuple[int, ...]
+) -> None:
+    updated(engine, 2)
+    name = "bias" if shape == (8,) else "norm"
+    engine.start_weight_update()
+    with pytest.raises(RuntimeError, match=rf"{name} .* was not among the weights"):
+        send(engine, [(name, torch.zeros(shape))])
+    for seed, loads in [(4, 3), (5, 4), (6, 4)]:
+        update(engine, new_weights(seed))
+        assert reload.ended == loads
+        assert_holds(engine, new_weights(seed))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_an_update_that_is_given_up_changes_nothing_for_the_next(
+    engine: Any, reload: Reload, before: int
+) -> None:
+    updated(engine, before)
+    engine.start_weight_update()
+    send(engine, new_weights(8)[:5])
+    with pytest.raises(RuntimeError, match="abandoned"):
+        engine.update_weights({"names": [], "dtypes": [], "shapes": [], "abandon": True})
+    for seed in range(before, 4):
+        update(engine, new_weights(seed))
+        assert_holds(engine, new_weights(seed))
+    assert reload.ended == 2
+
+
+def test_a_parameter_that_has_moved_is_loaded_and_planned_anew(
+    engine: Any, reload: Reload, caplog: pytest.LogCaptureFixture
+) -> None:
+    updated(engine, 2)
+    caplog.set_level(logging.INFO)
+    old = engine.model.norm.data
+    engine.model.norm.data = old.clone()
+    for seed, loads in [(4, 3), (5, 4), (6, 4)]:
+        update(engine, new_weights(seed))
+        assert reload.ended == loads
+        assert_holds(engine, new_weights(seed))
+    assert caplog.messages[0].startswith("weights are loaded again: the parameters")
+
+
+def test_another_set_of_weights_in_the_second_update_is_the_one_that_is_planned(
+    engine: Any, reload: Reload
+) -> None:
+    update(engine, new_weights(0))
+    for seed in (1, 2, 3):  # the tied head, which the loader passes over, does not come any more
+        update(engine, new_weights(seed)[:-1])
+    assert_holds(engine, new_weights(3))
+    assert reload.ended == 3
+
+
+def test_an_engine_whose_experts_change_places_goes_on_loading(engine: Any, reload: Reload) -> None:
+    engine.parallel_config.enable_eplb = True
+    engine.model = FusedModel()
+    updated(engine, 4)
+    assert reload.ended == 4
+
+
+def test_another_model_is_loaded_by_itself(engine: Any, reload: Reload) -> None:
+    updated(engine, 2)
+    engine.model = FusedModel()
+    update(engine, new_weights(5))
+    assert reload.ended == 3
+    assert_holds(engine, new_weights(5))
