@@ -2,8 +2,8 @@
 
 The model runs on one row, all nodes of the tree with their depths as positions; what each attends
 to travels through its keyword arguments as a `TreePlan`. On a GPU it is a block mask for
-FlexAttention, which skips the blocks that nobody sees, and, where the tree is a single path, plain
-causal attention, which is faster; on a CPU see `tree_kernel`.
+FlexAttention, which skips the blocks that nobody sees, but for what plain causal attention does
+faster: a tree that is a single path, and long chains (`tree_chains`); on a CPU see `tree_kernel`.
 
 The nodes may be a part of a larger tree whose other parts are computed at other times; their `Past`
 then brings the keys and values of the ancestors that are missing.
@@ -14,7 +14,7 @@ Shapes: H query heads, K key/value heads, T nodes, P nodes of the past, D head s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -23,9 +23,15 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 from transformers import AttentionInterface
 
+from agentrl.train.tree_chains import LongChain, long_chains, merge_chains, takes_chains
 from agentrl.train.tree_kernel import TreePieces, cut_pieces, tree_attention
 
 __all__ = [
@@ -114,19 +120,34 @@ class TreePlan:
         return cut_pieces(self._positions_T, self._subtree_end_T, past_rows)
 
     @cached_property
+    def long_chains(self) -> tuple[LongChain, ...]:
+        """What a GPU need not leave to FlexAttention."""
+        return long_chains(self.pieces.chains)
+
+    @cached_property
     def block_mask(self) -> BlockMask:
         """Which blocks a GPU visits; the keys of the past stand before those of the nodes."""
-        ends, size = self._subtree_end_T, len(self._subtree_end_T)
+        return self._block_mask(())
+
+    @cached_property
+    def rest_mask(self) -> BlockMask:
+        """The same without the pairs of `long_chains`."""
+        return self._block_mask(self.long_chains)
+
+    def _block_mask(self, without: Sequence[LongChain]) -> BlockMask:
+        size = len(self._subtree_end_T)
+        first, end = np.arange(size), self._subtree_end_T
+        for chain in without:
+            first[chain.keys] = chain.rows_end
         if self.past is not None:
-            ends = np.concatenate([self.past.rows_P, ends])
-        before, end_K = len(ends) - size, torch.from_numpy(ends).to(self._device)
-        # A tensor, since a number would be compiled into the kernel.
-        before_1 = torch.tensor(before, device=self._device)
+            end = np.concatenate([self.past.rows_P, end])
+            first = np.concatenate([np.zeros_like(self.past.rows_P), first])
+        first_K, end_K = (torch.from_numpy(rows).to(self._device) for rows in (first, end))
 
         def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k - before_1) & (q < end_K[k])
+            return (q >= first_K[k]) & (q < end_K[k])
 
-        return create_block_mask(seen, None, None, size, before + size, device=self._device)
+        return create_block_mask(seen, None, None, size, len(end), device=self._device)
 
 
 def flex_tree_attention(
@@ -136,16 +157,34 @@ def flex_tree_attention(
     plan: TreePlan,
     scale: float,
     attend: Callable[..., Any] = flex_attention,
+    *,
+    chains_apart: bool = False,
 ) -> Tensor:
-    """Attend from query [1, H, T, D] to the ancestors' key and value [1, K, T, D]; like `query`.
+    """Attend from query [1, H, T, D] to the ancestors' key and value [1, K, P + T, D]; like
+    `query`.
 
-    `attend` is FlexAttention, compiled or not.
+    `attend` is FlexAttention, compiled or not. With `chains_apart` it does not get the plan's
+    `long_chains`.
     """
     grouped = query.shape[1] != key.shape[1]
-    result: Tensor = attend(
-        query, key, value, block_mask=plan.block_mask, scale=scale, enable_gqa=grouped
+    chains = plan.long_chains if chains_apart else ()
+    if not chains:
+        result: Tensor = attend(
+            query, key, value, block_mask=plan.block_mask, scale=scale, enable_gqa=grouped
+        )
+        return result
+    part, aux = attend(
+        query,
+        key,
+        value,
+        block_mask=plan.rest_mask,
+        scale=scale,
+        enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
     )
-    return result
+    groups, nodes = query.shape[1] // key.shape[1], slice(-query.shape[2], None)
+    own = _repeated((key[:, :, nodes], value[:, :, nodes]), groups)
+    return merge_chains(query, *own, part, aux.lse, chains, scale)
 
 
 def compiled_size(size: int) -> int:
@@ -206,8 +245,8 @@ def attend_over_tree(
     elif query.is_cuda:
         if past is not None:
             own = torch.cat([past[0], own[0]], dim=2), torch.cat([past[1], own[1]], dim=2)
-        attend = _compiled_flex(agentrl_tree)
-        out = flex_tree_attention(query, *own, agentrl_tree, scale, attend)
+        attend, apart = _compiled_flex(agentrl_tree), takes_chains(query)
+        out = flex_tree_attention(query, *own, agentrl_tree, scale, attend, chains_apart=apart)
     else:
         groups = query.shape[1] // key.shape[1]
         own, past = _repeated(own, groups), None if past is None else _repeated(past, groups)

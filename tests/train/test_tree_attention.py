@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_parts import batches, sample
 
-from agentrl.train import tree_kernel
+from agentrl.train import tree_chains, tree_kernel
 from agentrl.train.batch import Sample
 from agentrl.train.tree_attention import (
     TreePlan,
@@ -19,7 +19,8 @@ from agentrl.train.tree_attention import (
     compiled_size,
     flex_tree_attention,
 )
-from agentrl.train.tree_kernel import cut_pieces, tree_attention
+from agentrl.train.tree_chains import LongChain, long_chains, merge_chains
+from agentrl.train.tree_kernel import Chain, cut_pieces, tree_attention
 from agentrl.train.trie import TokenTrie
 
 
@@ -133,6 +134,58 @@ def test_the_block_mask_of_a_gpu_knows_the_past():
     out = flex_tree_attention(query[:, :, 230:420], keys, values, plan, 0.35)
     expected = plain(query, key, value, trie, 0.35)[:, :, 230:420]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def chains_of_64(monkeypatch):
+    """Chains are long from 64 keys and 128 rows on."""
+    for name, value in {"KEYS_STEP": 64, "ROWS_STEP": 128, "LEAST_PAIRS": 64 * 128}.items():
+        monkeypatch.setattr(tree_chains, name, value)
+
+
+def test_long_chains_are_cut_to_few_sizes():
+    chains = [Chain(0, 4096, 12_672, True), Chain(4096, 4700, 9000, False)]
+    assert long_chains(chains) == (LongChain(0, 4096, 12_288),)  # the other has 2M pairs
+    assert long_chains([Chain(3, 3003, 5003, True)]) == (LongChain(3, 3 + 2560, 3 + 4096),)
+    # Rows past the last whole step would not see all keys.
+    assert long_chains([Chain(0, 4090, 4100, True)]) == (LongChain(0, 3584, 4096),)
+
+
+@pytest.mark.usefixtures("chains_of_64")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("start", [0, 230])
+def test_long_chains_are_merged_with_the_rest_of_the_tree(start: int):
+    trie = TokenTrie.build(long_and_short())
+    path, rows, part = chunk_of(trie, start, trie.num_nodes)
+    query, key, value, _ = (x.detach() for x in inputs(trie, torch.float32))
+    past = SimpleNamespace(rows_P=rows) if start else None
+    plan = TreePlan(part.positions, part.subtree_end, torch.device("cpu"), past)
+    assert len(plan.long_chains) >= (1 if start else 2)
+    keys, values = (torch.cat([x[:, :1, path], x[:, :1, start:]], dim=2) for x in (key, value))
+    out = flex_tree_attention(query[:, :, start:], keys, values, plan, 0.35, chains_apart=True)
+    shared = [x[:, :1].expand(-1, 3, -1, -1) for x in (key, value)]
+    expected = plain(query, *shared, trie, 0.35)[:, :, start:]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("chains_of_64")
+def test_gradients_go_through_what_was_merged():
+    trie = TokenTrie.build(long_and_short())
+    *qkv, grad = inputs(trie, torch.float64)
+    chains = long_chains(cut_pieces(trie.positions, trie.subtree_end).chains)
+    assert len(chains) >= 2
+    rows = torch.arange(trie.num_nodes)
+    seen = (rows[:, None] >= rows) & (rows[:, None] < torch.from_numpy(trie.subtree_end))
+    for chain in chains:
+        seen[chain.rows, chain.keys] = False
+    scores = (qkv[0] @ qkv[1].transpose(2, 3) * 0.35).masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    part = scores.softmax(-1).nan_to_num() @ qkv[2]  # 0 where a row sees no other key
+    out, expected = merge_chains(*qkv, part, lse, chains, 0.35), plain(*qkv, trie, 0.35)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    got = torch.autograd.grad(out, qkv, grad.detach())
+    for mine, theirs in zip(got, torch.autograd.grad(expected, qkv, grad.detach()), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
 
 
 def test_sizes_on_a_gpu_are_whole_blocks():

@@ -17,7 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from trie_parts import forked, sample
 
 from agentrl.models.liger import use_liger_kernels
-from agentrl.train import tree_attention
+from agentrl.train import tree_attention, tree_chains
 from agentrl.train.batch import Sample
 from agentrl.train.microbatch import MicroBatch, collate
 from agentrl.train.scorer import TokenScorer
@@ -64,6 +64,30 @@ def test_gradients_are_those_of_separate_sequences_on_the_cpu(
     samples = [sample for seed in range(groups) for sample in forked(seed)]
     expected = gradients(llama(), samples, "padded")
     assert relative_error(on_the_gpu(llama(), samples), expected) < 1e-3
+
+
+def test_long_chains_run_through_cudnn_and_are_no_less_exact(monkeypatch: pytest.MonkeyPatch):
+    config = LlamaConfig(**SMALL | {"head_dim": 64, "num_attention_heads": 4})
+    rng = torch.Generator().manual_seed(0)
+    prompt, *ends = (torch.randint(VOCAB, (n,), generator=rng).tolist() for n in (300, 90, 70, 200))
+    samples = [sample([*prompt, *end], sampled=40) for end in ends]
+    for name, value in {"KEYS_STEP": 128, "ROWS_STEP": 128, "LEAST_PAIRS": 128 * 128}.items():
+        monkeypatch.setattr(tree_chains, name, value)
+    merged: list[int] = []
+    merge = tree_attention.merge_chains
+
+    def counted(*arguments: object) -> torch.Tensor:
+        merged.append(len(arguments[5]))  # type: ignore[arg-type]
+        return merge(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tree_attention, "merge_chains", counted)
+    expected = gradients(build(config), samples, "padded")
+    error = relative_error(on_the_gpu(build(config).bfloat16(), samples), expected)
+    assert merged == [2] * config.num_hidden_layers  # the prompt and its longest end
+    monkeypatch.setattr(tree_attention, "takes_chains", lambda _: False)
+    without = relative_error(on_the_gpu(build(config).bfloat16(), samples), expected)
+    assert len(merged) == config.num_hidden_layers
+    assert error < 1.2 * without < 0.1
 
 
 def test_a_single_path_too():
