@@ -182,9 +182,8 @@ def flex_tree_attention(
         enable_gqa=grouped,
         return_aux=AuxRequest(lse=True),
     )
-    groups, nodes = query.shape[1] // key.shape[1], slice(-query.shape[2], None)
-    own = _repeated((key[:, :, nodes], value[:, :, nodes]), groups)
-    return merge_chains(query, *own, part, aux.lse, chains, scale)
+    own = slice(-query.shape[2], None)
+    return merge_chains(query, key[:, :, own], value[:, :, own], part, aux.lse, chains, scale)
 
 
 def compiled_size(size: int) -> int:

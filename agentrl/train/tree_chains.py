@@ -2,20 +2,19 @@
 
 FlexAttention computes any tree, and about half as fast as a kernel for causal attention. In most
 trees nearly all pairs are those of one long chain without a fork, such as a prompt, with its
-descendants: one call of cuDNN's causal attention, with the chain as keys and the rows from its
-start on as queries (its mask is aligned at the top left, so that every row past the chain's end
-sees the whole chain). FlexAttention has the other pairs; the results of a row are merged by their
+descendants: one call of cuDNN's causal attention for the chain itself, and one without a mask for
+the rows after it. FlexAttention has the other pairs; the results of a row are merged by their
 log-sum-exp, and backwards every part gets the gradients that are its own (see `tree_kernel`).
 
 cuDNN prepares a kernel for each new size, so that chains are cut to few different sizes; what is
 cut off is left to FlexAttention.
 
-Shapes: H heads, T nodes, D head size.
+Shapes: H query heads, K key/value heads, T nodes, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +45,15 @@ class LongChain:
     rows_end: int
 
     @property
-    def rows(self) -> slice:
-        """The queries."""
-        return slice(self.start, self.rows_end)
+    def keys(self) -> slice:
+        """All keys."""
+        return slice(self.start, self.keys_end)
 
     @property
-    def keys(self) -> slice:
-        """The keys."""
-        return slice(self.start, self.keys_end)
+    def calls(self) -> list[tuple[slice, bool]]:
+        """Rows that attend to the keys, and whether causally."""
+        own, after = self.keys, slice(self.keys_end, self.rows_end)
+        return [(own, True), *([(after, False)] if self.keys_end < self.rows_end else [])]
 
 
 def long_chains(chains: Iterable[Chain]) -> tuple[LongChain, ...]:
@@ -89,7 +89,8 @@ def merge_chains(
     """Add the attention to long chains to `part`, which is that to all other keys.
 
     Args:
-        query, key, value: [1, H, T, D].
+        query: [1, H, T, D].
+        key, value: [1, K, T, D], each of a head for H / K of the queries'.
         part: attention to the other keys [1, H, T, D], with its log-sum-exp part_lse[1, H, T]
             (float32): -inf, and 0 in `part`, where a row sees none.
         chains: no row and key are in two of them.
@@ -114,10 +115,13 @@ class _MergedChains(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         out, lse, seeds = part.clone(), part_lse.clone(), []
-        for chain in chains:
-            rows, keys = chain.rows, chain.keys
+        for rows, keys, causal in _calls(chains):
             own, own_lse, seed = _forward(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], scale
+                query[:, :, rows],
+                _for_heads_of(query, key[:, :, keys]),
+                _for_heads_of(query, value[:, :, keys]),
+                causal,
+                scale,
             )
             both = torch.logaddexp(lse[:, :, rows], own_lse)
             out[:, :, rows] = _weighted(
@@ -135,56 +139,54 @@ class _MergedChains(torch.autograd.Function):
         share = (part_lse - lse).exp()
         grad_part, grad_part_lse = _grads_of_part(grad_out, part, out, share)
         grads = [torch.zeros_like(x) for x in (query, key, value)]
-        for i, chain in enumerate(ctx.chains):
-            rows, keys = chain.rows, chain.keys
+        for i, (rows, keys, causal) in enumerate(_calls(ctx.chains)):
             of_rows = [x[:, :, rows] for x in (grad_out, query, out, lse)]
-            of_keys = [x[:, :, keys] for x in (key, value)]
-            own = _backward(of_rows, of_keys, seeds[2 * i : 2 * i + 2], ctx.scale)
+            of_keys = [_for_heads_of(query, x[:, :, keys]) for x in (key, value)]
+            own = _backward(of_rows, of_keys, seeds[2 * i : 2 * i + 2], causal, ctx.scale)
             grads[0][:, :, rows] += own[0]
-            grads[1][:, :, keys] += own[1]
-            grads[2][:, :, keys] += own[2]
+            for grad, mine in zip(grads[1:], own[1:], strict=True):
+                grad[:, :, keys] += mine.view(1, key.shape[1], -1, *mine.shape[2:]).sum(2)
         return *grads, grad_part, grad_part_lse, None, None
 
 
+def _calls(chains: Iterable[LongChain]) -> Iterator[tuple[slice, slice, bool]]:
+    """Rows, keys, and whether causally."""
+    return ((rows, chain.keys, causal) for chain in chains for rows, causal in chain.calls)
+
+
+def _for_heads_of(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values once for each query head."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attention, its log-sum-exp [1, H, T] in float32, and what the backward pass wants back."""
+    """Attention, its log-sum-exp [1, H, rows] in float32, and what the backward pass wants back."""
     if not query.is_cuda:
-        out, lse = _flash(query, key, value, 0.0, True, scale=scale)
+        out, lse = _flash(query, key, value, 0.0, causal, scale=scale)
         return out, lse, []
     out, lse, _, _, _, _, *seed, _ = _cudnn(
-        query, key, value, None, True, 0.0, True, False, scale=scale
+        query, key, value, None, True, 0.0, causal, False, scale=scale
     )
     return out, lse.view(query.shape[:3]), seed
 
 
 def _backward(
-    of_rows: list[Tensor], of_keys: list[Tensor], seed: list[Tensor], scale: float
+    of_rows: list[Tensor], of_keys: list[Tensor], seed: list[Tensor], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, query, out, lse = of_rows
     key, value = of_keys
     grads: tuple[Tensor, Tensor, Tensor]
     if not query.is_cuda:
-        grads = _flash_backward(grad_out, query, key, value, out, lse, 0.0, True, scale=scale)
+        grads = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
         return grads
+    # No bias, and no sequences of several lengths.
     grads = _cudnn_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out.contiguous(),
-        lse.contiguous().unsqueeze(-1),
-        *seed,
-        None,  # no bias
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        True,
-        scale=scale,
-    )
+        grad_out, query, key, value, out, lse.contiguous().unsqueeze(-1), *seed,
+        None, None, None, query.shape[2], key.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
     return grads
 
 

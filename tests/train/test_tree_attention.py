@@ -172,16 +172,18 @@ def test_long_chains_are_merged_with_the_rest_of_the_tree(start: int):
 def test_gradients_go_through_what_was_merged():
     trie = TokenTrie.build(long_and_short())
     *qkv, grad = inputs(trie, torch.float64)
+    shared = [x[:, :1].expand(-1, 3, -1, -1) for x in qkv[1:]]
     chains = long_chains(cut_pieces(trie.positions, trie.subtree_end).chains)
     assert len(chains) >= 2
     rows = torch.arange(trie.num_nodes)
     seen = (rows[:, None] >= rows) & (rows[:, None] < torch.from_numpy(trie.subtree_end))
     for chain in chains:
-        seen[chain.rows, chain.keys] = False
-    scores = (qkv[0] @ qkv[1].transpose(2, 3) * 0.35).masked_fill(~seen, -torch.inf)
+        seen[chain.start : chain.rows_end, chain.keys] = False
+    scores = (qkv[0] @ shared[0].transpose(2, 3) * 0.35).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
-    part = scores.softmax(-1).nan_to_num() @ qkv[2]  # 0 where a row sees no other key
-    out, expected = merge_chains(*qkv, part, lse, chains, 0.35), plain(*qkv, trie, 0.35)
+    part = scores.softmax(-1).nan_to_num() @ shared[1]  # 0 where a row sees no other key
+    out = merge_chains(qkv[0], qkv[1][:, :1], qkv[2][:, :1], part, lse, chains, 0.35)
+    expected = plain(qkv[0], *shared, trie, 0.35)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
     got = torch.autograd.grad(out, qkv, grad.detach())
     for mine, theirs in zip(got, torch.autograd.grad(expected, qkv, grad.detach()), strict=True):
