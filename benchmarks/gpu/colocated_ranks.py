@@ -39,6 +39,8 @@ from agentrl.types import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, LENGTH = 64, 64, 2048
 GIB = 2**30
+CACHE = {"vllm": {"kv_cache_memory_bytes": 60 * GIB}, "sglang": {}}
+"""Measured, memory that the learner gives back while a server starts would be taken for its own."""
 
 
 class Turns:
@@ -175,7 +177,7 @@ def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         section |= {"gpus": list(range(count)), "transport": "ipc"}
-        section["extra"] = options | QUICK_START[arguments.engine]
+        section["extra"] = options | QUICK_START[arguments.engine] | CACHE[arguments.engine]
     else:
         section["extra"] = {}
     return section | {"tensor_parallel_size" if arguments.tensor_parallel else "num_engines": count}
