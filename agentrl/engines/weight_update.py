@@ -18,7 +18,7 @@ from typing import Any
 from agentrl.engines.base import PauseMode, WeightSource
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import BucketStream
+from agentrl.engines.transport.stream import BucketStream
 from agentrl.errors import EngineError
 
 __all__ = ["UpdatableEngine", "UpdateSettings", "replace_weights", "update_weights"]
@@ -79,7 +79,7 @@ async def update_weights(
     if isinstance(transport, AdapterTransport):
         await replace_weights(engines, transport.send(engines, source), source.version, settings)
         return
-    stream = BucketStream(source, settings.bucket_bytes)
+    stream = BucketStream(source, settings.bucket_bytes, transport.memory(engines))
     try:
         transfer = transport.send(engines, aiter(stream), source.version)
         await replace_weights(engines, transfer, source.version, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.buckets import Bucket, Memory
 
 
 class AfterOneBucket(WeightTransport):
@@ -17,6 +17,9 @@ class AfterOneBucket(WeightTransport):
         self, transport: WeightTransport, interruption: Callable[[], Awaitable[None]]
     ) -> None:
         self.inner, self.interruption = transport, interruption
+
+    def memory(self, receivers: Sequence[WeightReceiver]) -> Memory:
+        return self.inner.memory(receivers)
 
     async def send(
         self, receivers: Sequence[WeightReceiver], buckets: AsyncIterator[Bucket], version: int

@@ -1,8 +1,9 @@
-"""Shared buffers are on the GPU of the engine that opens them, whichever the learner's is."""
+"""Shared buffers are where engines open them, and keep a bucket until every engine has read it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,40 +13,60 @@ from engines.conftest import server_config
 from engines.tiny import build_model, save_model
 
 from agentrl.engines import servers
+from agentrl.engines.base import WeightSource
 from agentrl.engines.factory import make_engine
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.transport.base import WeightReceiver
-from agentrl.engines.transport.buckets import Bucket, TensorSpec
+from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.ipc import IPCTransport
 from agentrl.engines.transport.shared_memory import SharedBuffer
-from agentrl.errors import UsageError
+from agentrl.engines.transport.stream import BucketStream
+from agentrl.errors import EngineError, UsageError
 
 # Two places that a CPU can tell apart.
 FIRST, SECOND = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
+async def at_once(index: int) -> None:
+    """Read without waiting."""
+
+
 class Opened(WeightReceiver):
-    """Reads what it is given, as an engine does, and remembers the buffer."""
+    """Reads what it is given, as an engine does, when `load` of the bucket's number has ended."""
 
     label, num_weight_ranks, incarnation = "opened", 1, 1
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        load: Callable[[int], Awaitable[None]] = at_once,
+    ) -> None:
         self._device = device
-        self.values: list[float] = []
-        self.buffers: list[str] = []
+        self.load = load
+        self.told: list[str] = []
+        self.values: dict[str, float] = {}
+        self.buffers: list[SharedBuffer] = []
 
     @property
     def memory_device(self) -> torch.device | None:
         return self._device
+
+    @property
+    def names(self) -> set[str]:
+        """Of the buffers it was told of."""
+        return {buffer.name for buffer in self.buffers}
 
     async def begin_update(self) -> None: ...
 
     async def end_update(self) -> None: ...
 
     async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
+        self.told.append(specs[0].name)
+        self.buffers.append(buffer)
+        await self.load(len(self.told) - 1)
         nbytes = sum(spec.nbytes for spec in specs)
-        self.values += buffer.flat[:nbytes].view(torch.float32).tolist()
-        self.buffers.append(buffer.name)
+        read = buffer.flat[:nbytes].view(torch.float32).tolist()
+        self.values |= zip((spec.name for spec in specs), read, strict=True)
 
     async def not_called(self, *_: object) -> None:
         raise AssertionError("this transport has no use for it")
@@ -53,20 +74,35 @@ class Opened(WeightReceiver):
     load_folder = join_group = leave_group = receive_broadcast = checksums = not_called
 
 
-async def buckets(values: Sequence[float]) -> AsyncIterator[Bucket]:
-    for value in values:
-        yield Bucket(
-            (TensorSpec("weight", "float32", (1,)),), torch.tensor([value]).view(torch.uint8)
-        )
+async def send(
+    transport: IPCTransport,
+    receivers: Sequence[Opened],
+    values: Sequence[float],
+    *,
+    capacity: int = 4,
+    live: bool = True,
+) -> None:
+    """An update of one number a tensor, and by default one tensor a bucket."""
+    weights = [(str(i), torch.tensor([value])) for i, value in enumerate(values)]
+    source = WeightSource(lambda: iter(weights), 1, live=live)
+    stream = BucketStream(source, capacity, transport.memory(receivers))
+    try:
+        await transport.send(receivers, aiter(stream), 1)
+    finally:
+        await stream.finish()
+
+
+def numbered(values: Sequence[float]) -> dict[str, float]:
+    return {str(i): value for i, value in enumerate(values)}
 
 
 async def test_engines_open_two_buffers_on_their_own_device_and_share_them_there() -> None:
     receivers = [Opened(FIRST), Opened(SECOND), Opened(SECOND)]
-    transport = IPCTransport(64)
-    for version in (1, 2):
-        await transport.send(receivers, buckets([1.0, 2.0, 3.0]), version)
-    assert all(receiver.values == [1.0, 2.0, 3.0] * 2 for receiver in receivers)
-    first, second, beside_second = (set(receiver.buffers) for receiver in receivers)
+    transport = IPCTransport()
+    for values in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
+        await send(transport, receivers, values)
+        assert all(receiver.values == numbered(values) for receiver in receivers)
+    first, second, beside_second = (receiver.names for receiver in receivers)
     assert len(first) == len(second) == 2
     assert second == beside_second
     assert not first & second
@@ -74,9 +110,89 @@ async def test_engines_open_two_buffers_on_their_own_device_and_share_them_there
 
 
 async def test_a_bucket_that_no_buffer_holds_gets_a_larger_one() -> None:
-    receiver, transport = Opened(None), IPCTransport(2)
-    await transport.send([receiver], buckets([1.0, 2.0, 3.0]), 1)
-    assert receiver.values == [1.0, 2.0, 3.0]
+    receiver, transport = Opened(), IPCTransport()
+    await send(transport, [receiver], [1.0, 2.0])
+    await send(transport, [receiver], [1.0, 2.0, 3.0, 4.0], capacity=8)
+    assert receiver.values == numbered([1.0, 2.0, 3.0, 4.0])
+    assert len(receiver.names) == 4
+    await transport.close()
+
+
+@pytest.mark.parametrize("live", [False, True])
+async def test_engines_that_read_late_and_in_another_order_read_what_was_sent(live: bool) -> None:
+    async def even_ones_late(index: int) -> None:
+        await asyncio.sleep(0.02 * (1 - index % 2))
+
+    async def odd_ones_late(index: int) -> None:
+        await asyncio.sleep(0.02 * (index % 2))
+
+    receivers = [Opened(load=even_ones_late), Opened(load=odd_ones_late)]
+    transport = IPCTransport()
+    for version in (1, 2):
+        values = [float(10 * version + i) for i in range(8)]
+        await send(transport, receivers, values, live=live)
+        assert all(receiver.values == numbered(values) for receiver in receivers)
+    assert all(len(receiver.names) == 2 for receiver in receivers)
+    await transport.close()
+
+
+async def test_an_engine_is_told_of_the_next_bucket_while_it_loads_and_of_no_more() -> None:
+    second_told, checked = asyncio.Event(), asyncio.Event()
+
+    async def load(index: int) -> None:
+        if index == 0:
+            await second_told.wait()
+            await asyncio.sleep(0.05)  # time enough to be told of a third
+            checked.set()
+        else:
+            second_told.set()
+            await checked.wait()
+            if index == 1:
+                assert receiver.told == ["0", "1"]
+
+    receiver, transport = Opened(load=load), IPCTransport()
+    async with asyncio.timeout(10):
+        await send(transport, [receiver], [1.0, 2.0, 3.0, 4.0])
+    assert receiver.values == numbered([1.0, 2.0, 3.0, 4.0])
+    await transport.close()
+
+
+async def test_what_an_engine_may_still_read_after_a_failure_is_never_written_again() -> None:
+    async def fails(index: int) -> None:
+        if index == 3:
+            raise EngineError("the engine broke")
+
+    async def hangs(index: int) -> None:
+        if index >= 2:
+            await asyncio.Event().wait()
+
+    failing, hanging = Opened(load=fails), Opened(load=hangs)
+    receivers, transport = [failing, hanging], IPCTransport()
+    with pytest.raises(EngineError, match="the engine broke"):
+        await send(transport, receivers, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert hanging.values == numbered([1.0, 2.0])
+    given_up = hanging.buffers[2:]
+    failing.load = hanging.load = at_once
+    values = [7.0, 8.0, 9.0]
+    await send(transport, receivers, values)
+    for receiver in receivers:
+        assert {name: receiver.values[name] for name in ("0", "1", "2")} == numbered(values)
+    assert [buffer.flat.view(torch.float32).item() for buffer in given_up] == [3.0, 4.0]
+    await transport.close()
+
+
+async def test_a_transfer_that_is_cancelled_leaves_the_transport_ready_for_another() -> None:
+    async def hangs(index: int) -> None:
+        await asyncio.Event().wait()
+
+    receiver, transport = Opened(load=hangs), IPCTransport()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(send(transport, [receiver], [1.0, 2.0, 3.0]), 0.05)
+    given_up = tuple(receiver.buffers)
+    receiver.load = at_once
+    await send(transport, [receiver], [4.0, 5.0, 6.0])
+    assert receiver.values == numbered([4.0, 5.0, 6.0])
+    assert [buffer.flat.view(torch.float32).item() for buffer in given_up] == [1.0, 2.0]
     await transport.close()
 
 

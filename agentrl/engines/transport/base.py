@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.engines.transport.buckets import Bucket, TensorSpec
+from agentrl.engines.transport.buckets import Bucket, Memory, SlotMemory, TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer
 from agentrl.errors import EngineError
 
@@ -100,6 +100,10 @@ class WeightTransport(ABC):
 
     name: str
 
+    def memory(self, receivers: Sequence[WeightReceiver]) -> Memory:
+        """Where the buckets of the next `send` to `receivers` lie."""
+        return SlotMemory()
+
     @abstractmethod
     async def send(
         self,
@@ -107,7 +111,12 @@ class WeightTransport(ABC):
         buckets: AsyncIterator[Bucket],
         version: int,
     ) -> None:
-        """Bring every bucket into every receiver.
+        """Bring every bucket into every receiver, and release it when it is no longer read.
+
+        Args:
+            receivers: those that `memory` was asked for.
+            buckets: packed into what `memory` gave.
+            version: of the weights.
 
         Raises:
             EngineError: a receiver failed.

@@ -1,25 +1,30 @@
-"""Weights as a stream of flat buckets, gathered in a thread one bucket ahead of the transfer.
-
-Drawing the weights is a collective of all learner ranks, so it always runs to its end, also when
-the transfer has failed: ranks that are left waiting would hang. At most two buckets exist at once:
-the one in transfer and the one being filled.
-"""
+"""Weights in flat buckets, packed straight into the memory that a transport sends from."""
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import math
-import threading
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from agentrl.engines.base import WeightSource
+__all__ = ["SLOTS", "Bucket", "Memory", "SlotMemory", "TensorSpec", "pack"]
 
-__all__ = ["Bucket", "BucketStream", "TensorSpec", "pack"]
+SLOTS = 2
+"""Buckets that exist at once: while one is sent the next is packed."""
 
-MAX_BUCKETS = 2
+BYTES_AT_ONCE = 256 << 20
+"""A copy of several tensors begins when so much is at hand: merged weights are kept that long."""
+
+Memory = Callable[[int, int, torch.device], Sequence[torch.Tensor]]
+"""Called with a slot, a number of bytes and the device of the weights, gives the memory that a
+bucket lies in: uint8, first on that device, then wherever else it shall be copied to. All of the
+slot's memory may be written until the bucket is packed."""
+
+
+def _nothing() -> None:
+    """A bucket whose memory nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one dtype, one after the other, without gaps, in `flat` (uint8)."""
+    """Tensors of one dtype, one after the other, without gaps, in `flat` (uint8).
+
+    It is valid until `release` is called, once, by whoever has done with it: then its slot is
+    written again.
+    """
 
     specs: tuple[TensorSpec, ...]
     flat: torch.Tensor
+    slot: int = 0
+    release: Callable[[], None] = field(default=_nothing, compare=False)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the single tensors."""
@@ -53,80 +64,98 @@ class Bucket:
             start += spec.nbytes
 
 
-def pack(named_weights: Iterator[tuple[str, torch.Tensor]], capacity: int) -> Iterator[Bucket]:
-    """Copy tensors into buckets of at most `capacity` bytes.
+class SlotMemory:
+    """Memory of this process alone, kept from bucket to bucket; a `Memory`."""
 
-    A tensor that is larger has a bucket of its own size; a change of dtype begins a new bucket, so
-    that every tensor is aligned. Tensors are copied before the next is drawn, since a gathered one
-    is valid only that long.
+    def __init__(self) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __call__(self, slot: int, nbytes: int, device: torch.device) -> Sequence[torch.Tensor]:
+        """See `Memory`."""
+        kept = self._kept.pop(slot, None)
+        if kept is None or kept.numel() < nbytes or kept.device != device:
+            del kept  # before the new one is taken
+            kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._kept[slot] = kept
+        return (kept,)
+
+
+def pack(
+    named_weights: Iterator[tuple[str, torch.Tensor]],
+    capacity: int,
+    memory: Memory,
+    *,
+    live: bool = False,
+) -> Iterator[Bucket]:
+    """Copy tensors into buckets of at most `capacity` bytes, which lie in the slots in turn.
+
+    A slot is written only between the drawing of the bucket before and its own; a bucket that is
+    drawn has been written, also where a GPU does it. A tensor that is larger than `capacity` has a
+    bucket of its own size; a change of dtype begins a new bucket, so that every tensor is aligned.
+    Iterate it under `torch.no_grad()`.
+
+    Args:
+        named_weights: names and tensors.
+        capacity: bytes.
+        memory: where buckets lie.
+        live: tensors stay valid when others are drawn, so that many are copied in one call;
+            otherwise each is copied before the next is drawn.
     """
-    specs: list[TensorSpec] = []
-    buffer: torch.Tensor | None = None
-    filled = 0
+    slots = itertools.cycle(range(SLOTS))
+    filling: _Filling | None = None
     for name, tensor in named_weights:
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        full = buffer is not None and filled + flat.numel() > buffer.numel()
-        if buffer is not None and (full or specs[-1].dtype != spec.dtype):
-            yield Bucket(tuple(specs), buffer[:filled])
-            specs, buffer, filled = [], None, 0
-        if buffer is None:
-            buffer = flat.new_empty(max(capacity, flat.numel()))
-        buffer[filled : filled + flat.numel()].copy_(flat)
-        filled += flat.numel()
-        specs.append(spec)
-    if buffer is not None:
-        yield Bucket(tuple(specs), buffer[:filled])
+        if filling is not None and not filling.takes(spec):
+            yield filling.finish()
+            filling = None
+        if filling is None:
+            slot, limit = next(slots), max(capacity, spec.nbytes)
+            filling = _Filling(slot, memory(slot, limit, tensor.device), limit)
+        filling.add(spec, tensor, live=live)
+        del tensor
+    if filling is not None:
+        yield filling.finish()
 
 
-class BucketStream:
-    """The buckets of one version, for one reader.
+class _Filling:
+    """The bucket that is being packed."""
 
-    Iterate it, then (always) `await finish()`: whatever was not read is drawn and thrown away.
-    """
+    def __init__(self, slot: int, places: Sequence[torch.Tensor], limit: int) -> None:
+        self._slot = slot
+        self._flat, *self._elsewhere = places
+        self._limit = limit
+        self._specs: list[TensorSpec] = []
+        self._filled = 0
+        self._copied = 0
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
 
-    def __init__(self, source: WeightSource, capacity: int) -> None:
-        self._source = source
-        self._capacity = capacity
-        self._slots = threading.Semaphore(MAX_BUCKETS)
-        self._discard = threading.Event()
-        self._ready: asyncio.Queue[Bucket | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._producer = asyncio.create_task(asyncio.to_thread(self._produce))
-        self._producer.add_done_callback(lambda _: self._ready.put_nowait(None))
+    def takes(self, spec: TensorSpec) -> bool:
+        """Whether a tensor fits behind those that are there."""
+        return spec.dtype == self._specs[-1].dtype and self._filled + spec.nbytes <= self._limit
 
-    async def __aiter__(self) -> AsyncIterator[Bucket]:
-        """Yield each bucket; it is valid until the next is asked for."""
-        while (bucket := await self._ready.get()) is not None:
-            yield bucket
-            del bucket
-            self._slots.release()
-        await self._producer
+    def add(self, spec: TensorSpec, tensor: torch.Tensor, *, live: bool) -> None:
+        """Copy a tensor behind those that are there, soon if it is `live`, else now."""
+        start, self._filled = self._filled, self._filled + spec.nbytes
+        target = self._flat[start : self._filled].view(tensor.dtype).view(tensor.shape)
+        self._specs.append(spec)
+        self._targets.append(target)
+        self._sources.append(tensor)
+        if not live or self._filled - self._copied >= BYTES_AT_ONCE:
+            self._copy()
 
-    async def finish(self) -> None:
-        """Draw the rest of the weights without keeping them, and wait for the thread.
+    def finish(self) -> Bucket:
+        """The bucket, when all its copies have been carried out."""
+        self._copy()
+        places = [place[: self._filled] for place in (self._flat, *self._elsewhere)]
+        for place in places[1:]:
+            place.copy_(places[0], non_blocking=True)
+        for place in places:
+            if place.is_cuda:
+                torch.cuda.current_stream(place.device).synchronize()
+        return Bucket(tuple(self._specs), places[0], self._slot)
 
-        Raises what drawing them raised.
-        """
-        self._discard.set()
-        self._slots.release()
-        await self._producer
-
-    def _produce(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # the current device belongs to a thread
-        with torch.no_grad():
-            weights = self._source.named_weights()
-            buckets = pack(weights, self._capacity)
-            while not self._discard.is_set():
-                self._slots.acquire()
-                if self._discard.is_set():
-                    break
-                bucket = next(buckets, None)
-                if bucket is None:
-                    return
-                self._loop.call_soon_threadsafe(self._ready.put_nowait, bucket)
-                del bucket
-            for _ in weights:
-                pass
+    def _copy(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources, self._copied = [], [], self._filled

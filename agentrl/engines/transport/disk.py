@@ -61,6 +61,7 @@ class DiskTransport(WeightTransport):
                 file = f"model-{len(set(index.values())):05d}.safetensors"
                 tensors = {name: tensor.cpu() for name, tensor in bucket.tensors()}
                 await asyncio.to_thread(_save, tensors, aside / file)
+                bucket.release()
                 index.update(dict.fromkeys(tensors, file))
             await asyncio.to_thread(_finish, aside, folder, index)
         except OSError as error:

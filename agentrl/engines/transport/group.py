@@ -12,9 +12,9 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from agentrl.engines.server import free_port
 from agentrl.engines.transport.base import GroupAddress, WeightReceiver, WeightTransport
 from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.together import together
 from agentrl.errors import EngineError
 
 __all__ = ["GroupTransport", "new_group"]
@@ -95,10 +96,11 @@ class GroupTransport(WeightTransport):
         try:
             if self._group is None or self._members != _with_incarnations(receivers):
                 await self._connect(receivers)
-            await _all(receiver.begin_update() for receiver in receivers)
+            await together(receiver.begin_update() for receiver in receivers)
             async for bucket in buckets:
                 await self._broadcast(bucket, receivers)
-            await _all(receiver.end_update() for receiver in receivers)
+                bucket.release()
+            await together(receiver.end_update() for receiver in receivers)
         except BaseException:
             self._tear_down()
             raise
@@ -122,7 +124,7 @@ class GroupTransport(WeightTransport):
         )
         joining = [r.join_group(address, o) for r, o in zip(receivers, offsets, strict=False)]
         mine = _in_daemon_thread(lambda: new_group(address, 0))
-        self._group = (await _all([mine, *joining]))[0]
+        self._group = (await together([mine, *joining]))[0]
         self._address, self._members = address, _with_incarnations(receivers)
 
     async def _broadcast(self, bucket: Bucket, receivers: Sequence[WeightReceiver]) -> None:
@@ -130,7 +132,7 @@ class GroupTransport(WeightTransport):
         name = self._address.name
         receiving = [r.receive_broadcast(bucket.specs, name) for r in receivers]
         flat = bucket.flat.cpu() if self._backend == "gloo" else bucket.flat
-        await _all([_in_daemon_thread(lambda: self._send_bytes(flat)), *receiving])
+        await together([_in_daemon_thread(lambda: self._send_bytes(flat)), *receiving])
 
     def _send_bytes(self, flat: torch.Tensor) -> None:
         assert self._group is not None
@@ -190,15 +192,3 @@ def _with_incarnations(
     receivers: Sequence[WeightReceiver],
 ) -> tuple[tuple[WeightReceiver, int], ...]:
     return tuple((receiver, receiver.incarnation) for receiver in receivers)
-
-
-async def _all(coroutines: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Run together; the first failure cancels the others, waits for their end, and is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

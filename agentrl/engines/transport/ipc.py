@@ -1,34 +1,50 @@
 """Weights through memory that learner and engines of one host share: CUDA IPC, or host memory.
 
-Two fixed buffers take turns on each GPU that an engine computes on, since an engine sees no other
-GPU than its own. A process opens each of them once; after that a bucket costs one copy into each
-buffer and one out of it. The engines confirm a bucket before its buffers are filled again.
+Weights are packed straight into shared buffers, two on each GPU that an engine computes on, since
+an engine sees no other GPU than its own. An engine opens each of them once; after that a bucket
+costs one copy into its buffer, one more for each GPU that is not the learner's, and one out of it.
+
+An engine is told of a bucket as soon as that is packed, while it still loads the one before, so
+that it never waits for a request; in which order it takes the two does not matter. A buffer is
+written again when every engine has confirmed the bucket that lay in it. After a failure an engine
+may still read: then the buffers are left as they are, and the next transfer takes new ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import torch
 
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.buckets import Bucket, Memory, SlotMemory
 from agentrl.engines.transport.shared_memory import SharedBuffer
+from agentrl.engines.transport.together import together
 
 __all__ = ["IPCTransport"]
 
-BUFFERS = 2
-
 
 class IPCTransport(WeightTransport):
-    """Copies buckets through shared buffers of `bucket_bytes` each."""
+    """Has engines read buckets where the learner packs them."""
 
     name = "ipc"
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, int], SharedBuffer] = {}
+
+    def memory(self, receivers: Sequence[WeightReceiver]) -> Memory:
+        """Shared buffers, which last for all transfers; memory of its own for packing if no engine
+        reads on the device of the weights."""
+        own = SlotMemory()
+
+        def take(slot: int, nbytes: int, device: torch.device) -> Sequence[torch.Tensor]:
+            devices = {_device(receiver, device) for receiver in receivers}
+            shared = {d: self._buffer(slot, nbytes, d).flat for d in devices}
+            home = [shared.pop(device)] if device in shared else own(slot, nbytes, device)
+            return [*home, *shared.values()]
+
+        return take
 
     async def send(
         self,
@@ -37,41 +53,44 @@ class IPCTransport(WeightTransport):
         version: int,
     ) -> None:
         """See `WeightTransport.send`."""
-        await asyncio.gather(*(receiver.begin_update() for receiver in receivers))
-        turn = 0
-        async for bucket in buckets:
-            home = bucket.flat.device
-            devices = {receiver: receiver.memory_device or home for receiver in receivers}
-            filled = await self._fill(turn, set(devices.values()), bucket.flat)
-            turn = (turn + 1) % BUFFERS
-            await asyncio.gather(
-                *(
-                    receiver.receive_shared(bucket.specs, filled[device])
-                    for receiver, device in devices.items()
-                )
-            )
-        await asyncio.gather(*(receiver.end_update() for receiver in receivers))
+        try:
+            await together(receiver.begin_update() for receiver in receivers)
+            async with asyncio.TaskGroup() as loading:
+                async for bucket in buckets:
+                    loading.create_task(self._load(receivers, bucket))
+            await together(receiver.end_update() for receiver in receivers)
+        except BaseException as error:
+            self._buffers.clear()
+            if not isinstance(error, BaseExceptionGroup):
+                raise
+            first = error.exceptions[0]
+            raise first from first.__cause__
 
     async def close(self) -> None:
         """Give the buffers back."""
         self._buffers.clear()
 
-    async def _fill(
-        self, turn: int, devices: set[torch.device], flat: torch.Tensor
-    ) -> Mapping[torch.device, SharedBuffer]:
-        """Copy `flat` into the buffer of each device whose turn it is."""
-        filled = {device: self._buffer(turn, device, flat.numel()) for device in devices}
-        for buffer in filled.values():
-            buffer.flat[: flat.numel()].copy_(flat, non_blocking=flat.is_cuda)
-        for buffer in filled.values():
-            if buffer.flat.is_cuda:
-                await asyncio.to_thread(torch.cuda.synchronize, buffer.flat.device)
-        return filled
+    async def _load(self, receivers: Sequence[WeightReceiver], bucket: Bucket) -> None:
+        """Have every engine load a bucket, then let its buffers be written again."""
+        home = bucket.flat.device
+        await together(
+            receiver.receive_shared(
+                bucket.specs, self._buffers[_device(receiver, home), bucket.slot]
+            )
+            for receiver in receivers
+        )
+        bucket.release()
 
-    def _buffer(self, turn: int, device: torch.device, nbytes: int) -> SharedBuffer:
-        """The buffer of a device whose turn it is, made anew where it cannot hold `nbytes`."""
-        buffer = self._buffers.get((device, turn))
+    def _buffer(self, slot: int, nbytes: int, device: torch.device) -> SharedBuffer:
+        """The buffer of a slot on a device, made anew where it cannot hold `nbytes`."""
+        buffer = self._buffers.get((device, slot))
         if buffer is None or buffer.flat.numel() < nbytes:
-            buffer = SharedBuffer.allocate(max(nbytes, self._bucket_bytes), device)
-            self._buffers[device, turn] = buffer
+            del buffer
+            self._buffers.pop((device, slot), None)  # before the new one is taken
+            buffer = self._buffers[device, slot] = SharedBuffer.allocate(nbytes, device)
         return buffer
+
+
+def _device(receiver: WeightReceiver, home: torch.device) -> torch.device:
+    """Where an engine reads weights that are on `home`."""
+    return receiver.memory_device or home

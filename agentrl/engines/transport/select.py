@@ -76,7 +76,7 @@ def make_transport(
         return disk
     transport: WeightTransport
     if name == "ipc":
-        transport = IPCTransport(config.bucket_mb << 20)
+        transport = IPCTransport()
     else:
         transport = GroupTransport(
             "nccl" if name == "nccl" else "gloo", host=host, timeout=config.update_timeout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ import torch.multiprocessing as mp
 from torch.multiprocessing import reductions
 
 __all__ = ["SharedBuffer", "share", "share_parts"]
+
+_naming = threading.Lock()
+"""The way of sharing belongs to the process, buffers are taken and named in several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +35,26 @@ class SharedBuffer:
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> SharedBuffer:
-        """Take memory on `device`."""
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        """Take memory on `device`. Any thread may call it."""
         if device.type == "cpu":
-            with _named_files():
-                flat.share_memory_()  # type: ignore[no-untyped-call]
+            with _named_files():  # takes no page of it before that is written
+                storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        else:
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return cls(uuid.uuid4().hex, flat)
 
 
 @contextmanager
 def _named_files() -> Iterator[None]:
     """Share host memory by file names: the other way, a descriptor cannot travel over HTTP."""
-    strategy = mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        mp.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+    with _naming:
+        strategy = mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            mp.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
 
 
 def share(value: Any) -> str:

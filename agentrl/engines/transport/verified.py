@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.buckets import Bucket, Memory
 from agentrl.engines.transport.disk import DiskTransport
 from agentrl.errors import EngineError
 
@@ -25,6 +25,10 @@ class VerifiedTransport(WeightTransport):
         self.name = f"{transport.name}, verified"
         self._transport = transport
         self._disk = disk
+
+    def memory(self, receivers: Sequence[WeightReceiver]) -> Memory:
+        """What `transport` sends from."""
+        return self._transport.memory(receivers)
 
     async def send(
         self,

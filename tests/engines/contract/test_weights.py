@@ -48,8 +48,8 @@ def transports(folder: Path) -> dict[str, Callable[[], WeightTransport]]:
     return {
         "disk": lambda: DiskTransport(folder),
         "gloo": lambda: GroupTransport("gloo"),
-        "ipc": lambda: IPCTransport(1 << 20),
-        "ipc-verified": lambda: VerifiedTransport(IPCTransport(1 << 16), DiskTransport(folder)),
+        "ipc": IPCTransport,
+        "ipc-verified": lambda: VerifiedTransport(IPCTransport(), DiskTransport(folder)),
     }
 
 
