@@ -19,11 +19,15 @@ import torch
 from .copy_plan import CopyPlan, NoPlanError, Spec, plan_copies, spec_of
 from .copy_proof import CopyProof
 
-__all__ = ["InPlaceUpdates", "NamedTensors"]
+__all__ = ["InPlaceUpdates", "NamedTensors", "OtherWeightsError"]
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 NAMED = 5
 """Weights that an error names one by one."""
+
+
+class OtherWeightsError(RuntimeError):
+    """An update that was to be copied brings others than the weights that are planned."""
 
 
 class InPlaceUpdates:
@@ -57,7 +61,9 @@ class InPlaceUpdates:
         if not self._plan.fits(self.model):
             self._forget()
             self._say("weights are loaded again: the parameters of the model have moved")
-        elif not self._proven:
+        elif self._proven:
+            self._plan.fill()  # here, since an update that turns out to be another is loaded on
+        else:
             self._proof = CopyProof(self._plan, self.model)
 
     def loading(self) -> contextlib.AbstractContextManager[object]:
@@ -96,13 +102,13 @@ class InPlaceUpdates:
         """Copy tensors to where the loader would have put them; a GPU may still be at it after.
 
         Raises:
-            RuntimeError: the plan has no such tensor.
+            OtherWeightsError: the plan has no such tensor.
         """
         assert self._plan is not None, "only proven plans are carried out"
         for name, tensor in tensors:
             if self._plan.specs.get(name) != spec_of(tensor):
                 self._forget()
-                raise RuntimeError(
+                raise OtherWeightsError(
                     f"{name} ({tensor.dtype}, {list(tensor.shape)}) was not among the weights of "
                     "earlier updates: update again, which loads all of them anew"
                 )
@@ -113,18 +119,17 @@ class InPlaceUpdates:
         """Everything has been copied; see `copy`.
 
         Raises:
-            RuntimeError: a tensor of the plan did not come.
+            OtherWeightsError: a tensor of the plan did not come.
         """
         assert self._plan is not None, "only proven plans are carried out"
         missing = sorted(self._plan.specs.keys() - self._specs.keys())
         if missing:
             self._forget()
             some = ", ".join(missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
-            raise RuntimeError(
+            raise OtherWeightsError(
                 f"{len(missing)} weights did not come that came in earlier updates ({some}): "
                 "update again, which loads all of them anew"
             )
-        self._plan.fill()
 
     def _make_plan(self) -> None:
         try:

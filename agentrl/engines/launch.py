@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.config import EngineConfig
 from agentrl.config_engine import VLLM_LORA_RANKS
-from agentrl.engines import on_cpu
+from agentrl.engines import on_cpu, sglang
 from agentrl.engines.installed import vllm_knows_option
 
 __all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
@@ -105,8 +105,7 @@ def vllm_launch(
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.api_key is not None:
         env["VLLM_API_KEY"] = config.api_key
-    paths = [str(plugin), config.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
-    env |= config.env | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    env |= config.env | _python_path(config, plugin)
     command = [_python(config), "-m", "vllm.entrypoints.cli.main", "serve", model]
     return Launch((*command, *server_options(options | config.extra)), env)
 
@@ -118,10 +117,14 @@ def sglang_launch(
     dtype: str,
     max_model_len: int,
     gpu: bool = True,
+    loader: Path | None = None,
     seed: int = 0,
     tells_experts: bool = False,
 ) -> Launch:
-    """Start SGLang with its metrics and the count of cached tokens; the rest as for vLLM."""
+    """Start SGLang with its metrics and the count of cached tokens; the rest as for vLLM.
+
+    `loader` is a folder with our loader of weights, which the server is then told of.
+    """
     options: dict[str, Any] = {
         "model_path": model,
         "host": config.host,
@@ -150,8 +153,19 @@ def sglang_launch(
     if config.api_key is not None:
         options["api_key"] = config.api_key
     env |= config.env
+    options |= config.extra
+    if loader is not None:
+        env |= _python_path(config, loader)
+        others = options.get("custom_weight_loader", ())
+        options["custom_weight_loader"] = [sglang.LOADER, *others]
     command = [_python(config), "-m", "sglang.launch_server"]
-    return Launch((*command, *server_options(options | config.extra)), env)
+    return Launch((*command, *server_options(options)), env)
+
+
+def _python_path(config: EngineConfig, folder: Path) -> dict[str, str]:
+    """`folder` before what the server would find anyway."""
+    paths = [str(folder), config.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _python(config: EngineConfig) -> str:

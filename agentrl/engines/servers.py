@@ -19,7 +19,7 @@ from agentrl.engines.pool import EnginePool
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
-from agentrl.engines.sglang import SGLangEngine
+from agentrl.engines.sglang import SGLangEngine, install_loader
 from agentrl.engines.sglang_router import RoutedSGLangEngine, behind_one_router
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
@@ -94,6 +94,8 @@ def _engine(
 ) -> RemoteEngine:
     section = config.engine
     kind: Callable[..., RemoteEngine] = VLLMEngine if section.kind == "vllm" else SGLangEngine
+    if section.kind == "sglang" and _has_loader(config):
+        kind = partial(SGLangEngine, has_loader=True)
     if section.router_url is not None:
         kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
     server, url = None, None
@@ -143,15 +145,28 @@ def _launch(
             seed=seed,
             tells_experts=config.rollout.router_replay,
         )
+    loader = install_loader(folder / "sglang-loader").resolve() if _has_loader(config) else None
     return sglang_launch(
         section,
         model,
         dtype=dtype,
         max_model_len=max_model_len,
         gpu=gpu,
+        loader=loader,
         seed=seed,
         tells_experts=config.rollout.router_replay,
     )
+
+
+def _has_loader(config: Config) -> bool:
+    """Whether SGLang servers get our loader of weights: those that start here, for `ipc`.
+
+    Those that move experts about while they run keep to their own, as a plan would be outdated.
+    """
+    section = config.engine
+    if section.urls or section.extra.get("enable_eplb", False):
+        return False
+    return transport_name(section, on_gpu=torch.cuda.is_available()) == "ipc"
 
 
 def _experts(config: Config, model: PretrainedConfig) -> tuple[int, int] | None:

@@ -7,9 +7,11 @@ top-k, so that asking for them together with either is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import torch
@@ -18,19 +20,29 @@ from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.server_code import install_code
 from agentrl.engines.sglang_tokens import SGLangTokens
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
 
-__all__ = ["SGLangEngine"]
+__all__ = ["LOADER", "SGLangEngine", "install_loader"]
+
+PACKAGE = "agentrl_sglang_loader"
+LOADER = f"{PACKAGE}.load"
+"""What a server that has our loader calls it."""
 
 # Whoever updates decides itself what happens to requests and to the cache.
 UNTOUCHED = {"flush_cache": False, "abort_all_requests": False}
 
 
+def install_loader(folder: Path) -> Path:
+    """Write our loader of weights where a server finds it; returns the folder for PYTHONPATH."""
+    return install_code(folder, PACKAGE, "sglang_loader.py")
+
+
 class SGLangEngine(RemoteEngine):
-    """One SGLang server; see `RemoteEngine`."""
+    """One SGLang server; see `RemoteEngine`. `has_loader` says that it knows `LOADER`."""
 
     token_route = SGLangTokens
     metric_names = MetricNames(
@@ -41,6 +53,12 @@ class SGLangEngine(RemoteEngine):
         counts_preemptions="sglang:num_retracted_reqs",
     )
 
+    def __init__(self, *, has_loader: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._has_loader = has_loader
+        self._buckets = 0
+        """How many our loader has had in this update."""
+
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
         body = {"model_path": str(folder), **UNTOUCHED}
@@ -48,6 +66,7 @@ class SGLangEngine(RemoteEngine):
 
     async def begin_update(self) -> None:
         """Open an update, where the server knows sessions; one left open is closed first."""
+        self._buckets = 0
         try:
             await self._client.post("/begin_weight_update", {"selector": "all"})
         except RequestRefusedError as error:
@@ -58,6 +77,8 @@ class SGLangEngine(RemoteEngine):
 
     async def end_update(self) -> None:
         """Close the update."""
+        if self._buckets:
+            await self._give_to_loader([])
         try:
             await self._client.post("/end_weight_update", {})
         except RequestRefusedError as error:
@@ -94,6 +115,15 @@ class SGLangEngine(RemoteEngine):
 
     async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
         """Have every rank read the buffer."""
+        if self._has_loader:
+            content = {
+                "first": self._buckets == 0,
+                "specs": [[spec.name, spec.dtype, spec.shape] for spec in specs],
+            }
+            self._buckets += 1
+            flat = buffer.flat[: sum(spec.nbytes for spec in specs)]
+            await self._give_to_loader([(json.dumps(content), flat)])
+            return
         metadata = []
         start = 0
         for spec in specs:
@@ -109,13 +139,8 @@ class SGLangEngine(RemoteEngine):
                 )
             )
             start = end
-        bucket = share({"flattened_tensor": buffer.flat[:start], "metadata": metadata})
-        body = {
-            "serialized_named_tensors": [bucket] * self.num_weight_ranks,
-            "load_format": "flattened_bucket",
-            **UNTOUCHED,
-        }
-        await self._client.post("/update_weights_from_tensor", body)
+        bucket = {"flattened_tensor": buffer.flat[:start], "metadata": metadata}
+        await self._post_tensors(bucket, "flattened_bucket")
 
     async def checksums(self) -> Mapping[str, str]:
         """A hash of each parameter, by rank and name."""
@@ -138,6 +163,17 @@ class SGLangEngine(RemoteEngine):
             await self._client.post("/abort_request", {"abort_all": True})
             await self._gate.wait_idle()
             await self._client.post("/flush_cache", repeatable=True)
+
+    async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:
+        await self._post_tensors(buckets, LOADER)
+
+    async def _post_tensors(self, content: object, load_format: str) -> None:
+        body = {
+            "serialized_named_tensors": [share(content)] * self.num_weight_ranks,
+            "load_format": load_format,
+            **UNTOUCHED,
+        }
+        await self._client.post("/update_weights_from_tensor", body)
 
     async def _abort(self, request_id: str) -> None:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)

@@ -8,18 +8,17 @@ log-probabilities, and for every transport but `disk` the plugin of `vllm_plugin
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from agentrl.engines import launch
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import RemoteEngine
+from agentrl.engines.server_code import install_code
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share_parts
@@ -29,8 +28,6 @@ from agentrl.errors import EngineError
 __all__ = ["VLLMEngine", "install_plugin"]
 
 PLUGIN = "agentrl_vllm_plugin"
-IN_PLACE = ("copy_plan.py", "copy_proof.py", "copy_tiling.py", "in_place.py")
-"""What the plugin imports from beside it."""
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
 
@@ -41,12 +38,7 @@ def install_plugin(folder: Path) -> Path:
     vLLM finds plugins by the entry points of distributions. The server may run in an environment
     without agentrl, so a package of few files and its metadata are put where only the server looks.
     """
-    package = folder / PLUGIN
-    package.mkdir(parents=True, exist_ok=True)
-    ours = Path(launch.__file__)
-    shutil.copyfile(ours.with_name("vllm_plugin.py"), package / "__init__.py")
-    for name in IN_PLACE:
-        shutil.copyfile(ours.with_name(name), package / name)
+    install_code(folder, PLUGIN, "vllm_plugin.py")
     metadata = folder / f"{PLUGIN}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from agentrl.config import EngineConfig
 from agentrl.engines.installed import check_python
 from agentrl.engines.launch import server_options, sglang_launch, vllm_launch
+from agentrl.engines.sglang import install_loader
 from agentrl.engines.transport.select import check_transport, transport_name
 from agentrl.engines.vllm import install_plugin
 from agentrl.errors import UsageError
@@ -82,6 +84,29 @@ def test_where_no_gpu_is_the_servers_are_told_so_and_the_user_has_the_last_word(
     assert line[line.index("--mem-fraction-static") + 1] == "0.5"
     assert line[line.index("--max-total-tokens") + 1] == "512"  # 2 x 4 requests x 64 tokens
     assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_sglang_is_told_of_our_loader_beside_that_of_the_user(tmp_path: Path) -> None:
+    folder = install_loader(tmp_path / "loader")
+    section = EngineConfig(
+        kind="sglang",
+        env={"PYTHONPATH": "/theirs"},
+        extra={"custom_weight_loader": ["their.loader"]},
+    )
+    launch = sglang_launch(section, "m", dtype="float32", max_model_len=512, loader=folder)
+    line = launch.with_port(1)
+    start = line.index("--custom-weight-loader")
+    assert line[start + 1 : start + 3] == ["agentrl_sglang_loader.load", "their.loader"]
+    assert launch.env["PYTHONPATH"] == f"{folder}:/theirs"
+    program = "from agentrl_sglang_loader import load; print(load.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "load\n"
 
 
 def test_the_plugin_is_found_as_an_installed_distribution(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real vLLM whose layers keep their weights as they are loaded, as on a GPU, copies updates.
+"""Real servers whose layers keep their weights as they are loaded, as on a GPU, copy updates.
 
 On a CPU vLLM packs its layers. A second plugin in its process leaves that out.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines.conftest import server_config
+from engines.conftest import REAL_KINDS, server_config
 from engines.tiny import EOS, VOCAB_SIZE, greedy, logprobs_R, save_model, source_of
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -67,14 +67,15 @@ def build(seed: int, tied: bool) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", REAL_KINDS)
 async def test_updates_are_copied_from_the_third_on_and_are_whole(
-    tmp_path: Path, tied: bool
+    tmp_path: Path, kind: str, tied: bool
 ) -> None:
     models = [build(seed, tied) for seed in range(2)]
     folder = save_model(models[0], tmp_path / "model")
-    unpacked = install_unpacked(tmp_path / "unpacked")
-    config = server_config("vllm", transport="ipc")
-    config.engine.env["PYTHONPATH"] = str(unpacked)
+    config = server_config(kind, transport="ipc")
+    if kind == "vllm":
+        config.engine.env["PYTHONPATH"] = str(install_unpacked(tmp_path / "unpacked"))
     engine = make_engine(config, run_dir=tmp_path, model_folder=folder, module=models[0])
     await engine.start()
     try:
@@ -88,5 +89,5 @@ async def test_updates_are_copied_from_the_third_on_and_are_whole(
             np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
     finally:
         await engine.close()
-    (log,) = (tmp_path / "engines").glob("vllm-*.log")
+    (log,) = (tmp_path / "engines").glob(f"{kind}-*.log")
     assert "weights are copied in place from now on" in log.read_text()

@@ -1,0 +1,80 @@
+"""Runs inside SGLang: loads buckets out of shared memory, or copies them (see `in_place`).
+
+SGLang calls a custom weight loader by its name for every bucket of an update, and once more
+without any when all have come. A copy of this file and of those that it imports from beside it lies
+on the server's PYTHONPATH (see `agentrl.engines.sglang.install_loader`). SGLang's own loader takes
+each bucket by itself, so that one which no plan knows is simply loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .in_place import InPlaceUpdates, OtherWeightsError
+
+__all__ = ["load"]
+
+logger = logging.getLogger(__name__)
+
+_updates: dict[torch.nn.Module, InPlaceUpdates] = {}
+_opened: deque[torch.Tensor] = deque(maxlen=2)
+"""The memories that take turns stay open from one bucket to the next."""
+
+
+def load(model: torch.nn.Module, buckets: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load buckets, each a JSON of what lies in it and the bytes; without any, end the update.
+
+    The JSON has `first`, true in the first bucket of an update, and `specs`, a list of name, dtype
+    and shape.
+    """
+    updates = _updates.setdefault(model, InPlaceUpdates(model, logger.info))
+    for content, flat in buckets:
+        facts = json.loads(content)
+        _opened.append(flat)
+        if facts["first"]:
+            updates.begin()
+        _load_one(model, updates, list(_tensors(facts["specs"], flat)))
+        if flat.device.type != "cpu":
+            torch.accelerator.synchronize()  # the learner writes there again after the answer
+    if not buckets:
+        _end(updates)
+
+
+def _load_one(
+    model: torch.nn.Module, updates: InPlaceUpdates, tensors: list[tuple[str, torch.Tensor]]
+) -> None:
+    if updates.copies:
+        try:
+            updates.copy(tensors)
+            return
+        except OtherWeightsError as error:
+            logger.info("weights are loaded again: %s", error)
+    updates.note(tensors)
+    with updates.loading():
+        model.load_weights(tensors)  # type: ignore[operator]
+
+
+def _end(updates: InPlaceUpdates) -> None:
+    if not updates.copies:
+        updates.loaded()
+        return
+    try:
+        updates.copied()
+    except OtherWeightsError as error:
+        logger.info("weights are loaded again from the next update on: %s", error)
+
+
+def _tensors(
+    specs: list[tuple[str, str, list[int]]], flat: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, dtype_name, shape in specs:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        yield name, flat[start:end].view(dtype).view(shape)
+        start = end
