@@ -8,6 +8,7 @@ top-k, so that asking for them together with either is refused.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +57,9 @@ class SGLangEngine(RemoteEngine):
     def __init__(self, *, has_loader: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self._has_loader = has_loader
-        self._buckets = 0
-        """How many our loader has had in this update."""
+        self._update_id = ""
+        self._loading = False
+        """Whether our loader has been given a part of this update."""
 
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
@@ -66,7 +68,7 @@ class SGLangEngine(RemoteEngine):
 
     async def begin_update(self) -> None:
         """Open an update, where the server knows sessions; one left open is closed first."""
-        self._buckets = 0
+        self._update_id, self._loading = uuid.uuid4().hex, False
         try:
             await self._client.post("/begin_weight_update", {"selector": "all"})
         except RequestRefusedError as error:
@@ -77,7 +79,7 @@ class SGLangEngine(RemoteEngine):
 
     async def end_update(self) -> None:
         """Close the update."""
-        if self._buckets:
+        if self._loading:
             await self._give_to_loader([])
         try:
             await self._client.post("/end_weight_update", {})
@@ -117,10 +119,10 @@ class SGLangEngine(RemoteEngine):
         """Have every rank read the buffer."""
         if self._has_loader:
             content = {
-                "first": self._buckets == 0,
+                "update": self._update_id,
                 "specs": [[spec.name, spec.dtype, spec.shape] for spec in specs],
             }
-            self._buckets += 1
+            self._loading = True
             flat = buffer.flat[: sum(spec.nbytes for spec in specs)]
             await self._give_to_loader([(json.dumps(content), flat)])
             return

@@ -22,6 +22,8 @@ __all__ = ["load"]
 logger = logging.getLogger(__name__)
 
 _updates: dict[torch.nn.Module, InPlaceUpdates] = {}
+_begun: dict[torch.nn.Module, str] = {}
+"""The last update of each model."""
 _opened: deque[torch.Tensor] = deque(maxlen=2)
 """The memories that take turns stay open from one bucket to the next."""
 
@@ -29,14 +31,15 @@ _opened: deque[torch.Tensor] = deque(maxlen=2)
 def load(model: torch.nn.Module, buckets: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load buckets, each a JSON of what lies in it and the bytes; without any, end the update.
 
-    The JSON has `first`, true in the first bucket of an update, and `specs`, a list of name, dtype
-    and shape.
+    The JSON has `update`, which tells updates apart, and `specs`, a list of name, dtype and shape.
+    The buckets of an update may come in any order.
     """
     updates = _updates.setdefault(model, InPlaceUpdates(model, logger.info))
     for content, flat in buckets:
         facts = json.loads(content)
         _opened.append(flat)
-        if facts["first"]:
+        if _begun.get(model) != facts["update"]:
+            _begun[model] = facts["update"]
             updates.begin()
         _load_one(model, updates, list(_tensors(facts["specs"], flat)))
         if flat.device.type != "cpu":

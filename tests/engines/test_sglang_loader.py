@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -26,11 +27,11 @@ class CountingModel(FusedModel):
 
 def update(model: CountingModel, weights: Named, size: int = 5) -> int:
     """Send the weights; returns how many of them the model's loader was given."""
-    before = model.loaded
-    for index, bucket in enumerate(split(weights, size)):
+    before, update_id = model.loaded, uuid.uuid4().hex
+    for bucket in split(weights, size):
         specs = [[name, "float32", list(tensor.shape)] for name, tensor in bucket]
         flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
-        sglang_loader.load(model, [(json.dumps({"first": index == 0, "specs": specs}), flat)])
+        sglang_loader.load(model, [(json.dumps({"update": update_id, "specs": specs}), flat)])
         flat.fill_(255)  # the learner writes the next bucket there
     sglang_loader.load(model, [])
     return model.loaded - before
@@ -78,9 +79,17 @@ def test_an_update_that_ended_halfway_changes_nothing_for_the_next() -> None:
     (bucket, *_) = split(new_weights(7), 5)
     specs = [[name, "float32", list(tensor.shape)] for name, tensor in bucket]
     flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
-    sglang_loader.load(model, [(json.dumps({"first": True, "specs": specs}), flat)])
+    sglang_loader.load(model, [(json.dumps({"update": "ended", "specs": specs}), flat)])
     assert update(model, new_weights(8)) == 0
     assert_holds(model, new_weights(8))
+
+
+def test_buckets_may_come_in_any_order() -> None:
+    model = CountingModel()
+    for seed, loaded in enumerate([12, 12, 0]):
+        weights = new_weights(seed)
+        assert update(model, weights[::-1] if seed % 2 else weights) == loaded
+        assert_holds(model, weights)
 
 
 def test_a_target_and_a_draft_model_are_kept_apart() -> None:
