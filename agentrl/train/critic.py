@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.config import AlgoConfig, Config
+from agentrl.models.load import recompute_activations
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import LossTerms, Sums, weighted_value_loss
@@ -74,7 +75,7 @@ class Critic:
         if attention is not None:
             model.set_attn_implementation(attention)
         if config.train.gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(model)
         scorer = ValueScorer(model)
         self._lr = config.algo.value.lr or config.train.lr
         optimizer = build_optimizer(scorer, config.train, lr=self._lr)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import UsageError
 from agentrl.models.liger import use_liger_kernels
+from agentrl.models.load import recompute_activations
 from agentrl.models.lora import Adapter
 from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup
@@ -103,7 +104,7 @@ class LearnerWorker:
             attention = TREE_ATTENTION if self._sequence is None else SHARED_TREE_ATTENTION
             policy.set_attn_implementation(attention)
         if config.train.gradient_checkpointing:
-            policy.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(policy)
         optimizer = build_optimizer(self.scorer, config.train)
         world_size, self._shards = group.world_size, config.train.tensor_parallel_size
         _check_shards(policy, self._shards, world_size)

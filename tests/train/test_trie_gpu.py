@@ -67,7 +67,9 @@ def test_gradients_are_those_of_separate_sequences_on_the_cpu(
 
 
 def test_long_chains_run_through_cudnn_and_are_no_less_exact(monkeypatch: pytest.MonkeyPatch):
-    config = LlamaConfig(**SMALL | {"head_dim": 64, "num_attention_heads": 4})
+    def model() -> PreTrainedModel:
+        return build(LlamaConfig(**SMALL | {"head_dim": 64, "num_attention_heads": 4}))
+
     rng = torch.Generator().manual_seed(0)
     prompt, *ends = (torch.randint(VOCAB, (n,), generator=rng).tolist() for n in (300, 90, 70, 200))
     samples = [sample([*prompt, *end], sampled=40) for end in ends]
@@ -81,12 +83,12 @@ def test_long_chains_run_through_cudnn_and_are_no_less_exact(monkeypatch: pytest
         return merge(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tree_attention, "merge_chains", counted)
-    expected = gradients(build(config), samples, "padded")
-    error = relative_error(on_the_gpu(build(config).bfloat16(), samples), expected)
-    assert merged == [2] * config.num_hidden_layers  # the prompt and its longest end
+    expected = gradients(model(), samples, "padded")
+    error = relative_error(on_the_gpu(model().bfloat16(), samples), expected)
+    assert merged == [2] * SMALL["num_hidden_layers"]  # the prompt and its longest end
     monkeypatch.setattr(tree_attention, "takes_chains", lambda _: False)
-    without = relative_error(on_the_gpu(build(config).bfloat16(), samples), expected)
-    assert len(merged) == config.num_hidden_layers
+    without = relative_error(on_the_gpu(model().bfloat16(), samples), expected)
+    assert len(merged) == SMALL["num_hidden_layers"]
     assert error < 1.2 * without < 0.1
 
 
