@@ -24,19 +24,24 @@ class Engine:
     def load(self, weights: Named) -> None:
         fresh = FusedModel(torch.bfloat16)
         fresh.load_weights(weights)
+        self.on_the_way(fresh)
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(getattr(fresh, name))
         self.finish(self.model)
+
+    def on_the_way(self, model: nn.Module) -> None:
+        """What the engine makes of the tensors that it loaded into."""
 
     def finish(self, model: nn.Module) -> None:
         """What the engine makes of the weights."""
 
     def prove(self, weights: Named) -> str | None:
         proof = CopyProof(self.plan, self.model)
-        for bucket in split(weights, 3):
+        buckets = list(split(weights, 3))
+        for bucket in buckets:
             proof.take(bucket)
         with proof.watch:
-            self.load(weights)
+            self.load([pair for bucket in buckets for pair in bucket])
         return proof.failure()
 
 
@@ -85,6 +90,14 @@ def test_an_engine_that_computes_with_the_weights_refutes_the_plan(
     assert failure is not None
     assert failure.startswith("the engine " + reason.split(" .")[0])
     assert reason.split(" .")[1] in failure
+
+
+def test_what_is_computed_on_the_way_refutes_the_plan_too() -> None:
+    engine = Engine()
+    engine.on_the_way = keeps_a_copy
+    failure = engine.prove(new_weights(1))
+    assert failure is not None
+    assert failure.startswith("the engine computes with the weights (aten._to_copy")
 
 
 def test_views_of_parameters_are_no_computation() -> None:

@@ -130,6 +130,15 @@ def test_the_third_update_and_all_later_ones_are_copies(
     assert caplog.messages == ["weights are copied in place from now on: 11 copies"]
 
 
+def test_copies_bring_back_all_of_weights_that_were_discarded(engine: Any, reload: Reload) -> None:
+    updated(engine, 2)
+    for parameter in engine.model.parameters():  # asleep, without a copy on the host
+        parameter.data.fill_(torch.nan)
+    update(engine, new_weights(3))
+    assert_holds(engine, new_weights(3))
+    assert reload.ended == 2
+
+
 def test_an_engine_that_changes_what_was_loaded_goes_on_loading(
     engine: Any, reload: Reload, caplog: pytest.LogCaptureFixture
 ) -> None:
