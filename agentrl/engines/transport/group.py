@@ -131,17 +131,17 @@ class GroupTransport(WeightTransport):
         assert self._address is not None
         name = self._address.name
         receiving = [r.receive_broadcast(bucket.specs, name) for r in receivers]
-        flat = bucket.flat.cpu() if self._backend == "gloo" else bucket.flat
-        await together([_in_daemon_thread(lambda: self._send_bytes(flat)), *receiving])
+        await together([_in_daemon_thread(lambda: self._send_bytes(bucket.flat)), *receiving])
 
     def _send_bytes(self, flat: torch.Tensor) -> None:
         assert self._group is not None
         try:
             if flat.is_cuda:
                 torch.cuda.set_device(flat.device)
-            dist.broadcast(flat, src=0, group=self._group)
+            sent = flat.cpu() if self._backend == "gloo" else flat
+            dist.broadcast(sent, src=0, group=self._group)
             if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)
+                torch.cuda.current_stream(flat.device).synchronize()
         except RuntimeError as error:
             raise EngineError(f"the broadcast of weights failed ({error})") from error
 

@@ -352,6 +352,7 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
 def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # as servers do: head and body of an answer are two writes
 
         def do_GET(self) -> None:
             answers = {"/fake/requests": sampler.requests, "/fake/generated": sampler.generated}
