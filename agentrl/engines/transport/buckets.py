@@ -127,7 +127,6 @@ class _Filling:
         self._specs: list[TensorSpec] = []
         self._filled = 0
         self._copied = 0
-        self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -136,11 +135,9 @@ class _Filling:
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor, *, live: bool) -> None:
         """Copy a tensor behind those that are there, soon if it is `live`, else now."""
-        start, self._filled = self._filled, self._filled + spec.nbytes
-        target = self._flat[start : self._filled].view(tensor.dtype).view(tensor.shape)
         self._specs.append(spec)
-        self._targets.append(target)
         self._sources.append(tensor)
+        self._filled += spec.nbytes
         if not live or self._filled - self._copied >= BYTES_AT_ONCE:
             self._copy()
 
@@ -156,6 +153,9 @@ class _Filling:
         return Bucket(tuple(self._specs), places[0], self._slot)
 
     def _copy(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-        self._targets, self._sources, self._copied = [], [], self._filled
+        if self._sources:
+            part = self._flat[self._copied : self._filled].view(self._sources[0].dtype)
+            parts = part.split_with_sizes([source.numel() for source in self._sources])
+            targets = [p.view(s.shape) for p, s in zip(parts, self._sources, strict=True)]
+            torch._foreach_copy_(targets, self._sources)
+        self._sources, self._copied = [], self._filled
