@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpu/colocated_ranks.py --engine vllm --out FILE
 
-Each rank's GPU has an engine of its own, or with `--tensor-parallel` one engine has them all.
-Weights travel by `engine.transport` ipc, engines sleep at level 2. Every turn: the engines sample
-while the learner is on the host, sleep, the learner makes an update, the weights wake and are
-replaced, the caches wake. Seconds and memory of every GPU by phase; and whether each engine's
-log-probabilities are the learner's, before the first update and after the last.
+In two arrangements: an engine on each rank's GPU, and one engine on all of them (tensor parallel).
+Both are started together, which takes the longest, and take their turns one after the other.
+Weights travel by `engine.transport` ipc, engines sleep at level 2. Every turn: the weights wake and
+are replaced, the learner goes to the host, the cache wakes, the engines sample, sleep, and the
+learner comes back and makes an update. Seconds and memory of every GPU by phase; and whether each
+engine's log-probabilities are the learner's, after the first turn and after the last.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ from agentrl.types import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, LENGTH = 64, 64, 2048
 GIB = 2**30
-CACHE = {"vllm": {"kv_cache_memory_bytes": 60 * GIB}, "sglang": {}}
-"""Measured, memory that the learner gives back while a server starts would be taken for its own."""
+SHARE: dict[str, dict[str, Any]] = {
+    # Measured, memory that others give back while a server starts would be taken for its own.
+    "vllm": {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 40 * GIB},
+    "sglang": {"mem_fraction_static": 0.3},
+}
 
 
 class Turns:
@@ -65,9 +69,10 @@ class Turns:
         ]
         return result
 
-    def medians(self) -> dict[str, float]:
-        """Seconds of each phase."""
-        return {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
+    def found(self) -> dict[str, Any]:
+        """The median of the seconds of each phase, and the memory after its last time."""
+        medians = {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
+        return {"seconds": medians, "used_gib": self.used_gib}
 
 
 async def episodes(
@@ -116,50 +121,71 @@ def batch_of(vocab_size: int, sequences: int) -> list[Sample]:
 
 
 async def drive(
-    learner: Learner, config: Config, folder: Path, arguments: argparse.Namespace
+    learner: Learner, configs: dict[str, Config], folder: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Start the engines and take turns, on rank 0."""
-    pool = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
-    assert isinstance(pool, EnginePool), "servers come as a pool"
+    """Start all engines, then take turns with each arrangement, on rank 0."""
+    pools: dict[str, EnginePool] = {}
+    for name, config in configs.items():
+        model_folder = Path(config.model.path)
+        pool = make_engine(config, run_dir=folder / name, model_folder=model_folder)
+        assert isinstance(pool, EnginePool), "servers come as a pool"
+        pools[name] = pool
+    start = Turns()
+
+    async def start_pools() -> None:
+        async with asyncio.TaskGroup() as starting:
+            for pool in pools.values():
+                starting.create_task(pool.start())
+
+    async def sleep() -> None:
+        for pool in pools.values():
+            await pool.sleep(2)
+
+    found: dict[str, Any] = {}
+    try:
+        await start.phase("learner alone", lambda: None)
+        await start.phase("learner to the host", learner.offload)
+        await start.phase("start", start_pools)
+        await start.phase("sleep", sleep)
+        await start.phase("learner back", learner.reload)
+        found["start"] = start.found()
+        for name, pool in pools.items():
+            found[name] = await take_turns(learner, pool, configs[name], arguments)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
+    return found
+
+
+async def take_turns(
+    learner: Learner, pool: EnginePool, config: Config, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """From where the engines sleep and the learner has the GPUs, to the same."""
     turns, vocab_size = Turns(), learner.policy_config.vocab_size
     batch = batch_of(vocab_size, arguments.sequences)
+    distances: list[list[float]] = []
 
     def update() -> None:
         learner.forward_backward(batch, config.algo)
         learner.step()
 
-    distances: list[list[float]] = []
-    sampled: list[list[Sample]] = []
-    try:
-        await turns.phase("learner alone", lambda: None)
+    for turn in range(arguments.rounds + 1):
+        await turns.phase("wake the weights", lambda: pool.wake(("weights",)))
+        source = learner.weight_source(turn + 1)
+        await turns.phase("replace the weights", partial(pool.update_weights, source))
         await turns.phase("learner to the host", learner.offload)
-        await turns.phase("start", pool.start)
-        for turn in range(arguments.rounds + 1):
-            await turns.phase("sleep", lambda: pool.sleep(2))
-            await turns.phase("learner back", learner.reload)
-            if sampled:
-                distances.append(distance(learner, sampled))
-                await turns.phase("update", update)
-            await turns.phase("wake the weights", lambda: pool.wake(("weights",)))
-            source = learner.weight_source(turn + 1)
-            await turns.phase("replace the weights", partial(pool.update_weights, source))
-            await turns.phase("learner to the host", learner.offload)
-            await turns.phase("wake the cache", lambda: pool.wake(("kv_cache",)))
-            sample = partial(episodes, pool, vocab_size, arguments.prompts, turn)
-            sampled = await turns.phase("sample", sample)
+        await turns.phase("wake the cache", lambda: pool.wake(("kv_cache",)))
+        sample = partial(episodes, pool, vocab_size, arguments.prompts, turn)
+        sampled = await turns.phase("sample", sample)
         await turns.phase("sleep", lambda: pool.sleep(2))
         await turns.phase("learner back", learner.reload)
         distances.append(distance(learner, sampled))
-    finally:
-        await pool.close()
-    return {
-        "seconds": turns.medians(),
-        "used_gib": turns.used_gib,
+        await turns.phase("update", update)
+    return turns.found() | {
         "logprob_difference": {"first": distances[0], "last": distances[-1]},
     }
 
 
-def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
+def engine_section(arguments: argparse.Namespace, *, together: bool) -> dict[str, Any]:
     """An engine for each GPU, or one for all."""
     count = torch.cuda.device_count() or 2
     options = {
@@ -174,13 +200,17 @@ def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
         "bucket_mb": arguments.bucket_mb,
         "enable_sleep": True,
         "sleep_level": 2,
+        "env": arguments.env,
+        "extra": {},
     }
     if torch.cuda.is_available():
         section |= {"gpus": list(range(count)), "transport": "ipc"}
-        section["extra"] = options | QUICK_START[arguments.engine] | CACHE[arguments.engine]
-    else:
-        section["extra"] = {}
-    return section | {"tensor_parallel_size" if arguments.tensor_parallel else "num_engines": count}
+        section["extra"] = options | QUICK_START[arguments.engine] | SHARE[arguments.engine]
+    elif together:
+        section["transport"] = (
+            "disk"  # the fake server of the tests is one rank, whatever it is told
+        )
+    return section | {"tensor_parallel_size" if together else "num_engines": count}
 
 
 def main() -> None:
@@ -188,7 +218,6 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--python", type=Path)
-    parser.add_argument("--tensor-parallel", action="store_true", help="one engine on all GPUs")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16, help="an engine samples after, a turn")
@@ -198,11 +227,18 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as name:
-        engine = engine_section(arguments) | {"env": arguments.env}
         rollout = {"max_tokens": 2048, "max_new_tokens": LENGTH}
-        config = server_config(
-            arguments.engine, arguments.shape, Path(name), engine=engine, rollout=rollout
-        )
+        configs = {
+            arrangement: server_config(
+                arguments.engine,
+                arguments.shape,
+                Path(name),
+                engine=engine_section(arguments, together=together),
+                rollout=rollout,
+            )
+            for arrangement, together in (("apart", False), ("tensor parallel", True))
+        }
+        config = configs["apart"]
         model = build_model(arguments.shape, device=device)
         make_peaked(model)
         if is_main_process() and not torch.cuda.is_available():
@@ -211,7 +247,7 @@ def main() -> None:
         del model
         try:
             if is_main_process():
-                found = asyncio.run(drive(learner, config, Path(name), arguments))
+                found = asyncio.run(drive(learner, configs, Path(name), arguments))
                 arguments.out.write_text(json.dumps(found))
             else:
                 learner.follow()

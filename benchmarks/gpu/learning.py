@@ -55,10 +55,16 @@ def engine_section(arguments: argparse.Namespace) -> dict[str, Any]:
     kind = arguments.engine
     if kind == "transformers":
         return {"kind": kind, "max_num_seqs": 64}
-    section: dict[str, Any] = {"kind": kind, "python": arguments.python, "max_num_seqs": 256}
+    section: dict[str, Any] = {"kind": kind, "max_num_seqs": 256}
     if arguments.max_staleness:
         # Releases that cannot hold requests over an update end them with their tokens so far.
         section["pause_mode"] = "abort"
+    if arguments.url:
+        return section | {
+            "urls": [arguments.url],
+            "transport": "nccl" if torch.cuda.is_available() else "gloo",
+        }
+    section["python"] = arguments.python
     if torch.cuda.is_available():
         apart = arguments.engine_gpu != 0
         # On the learner's GPU the server sees what the learner sees.
@@ -263,6 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--correction", help="algo.correction.kind; none, or tis with staleness")
+    parser.add_argument("--url", help="a server on another GPU that runs already, in place of one")
     parser.add_argument("--engine-gpu", type=int, default=0, help="the learner is on GPU 0")
     parser.add_argument("--memory-share", type=float, default=0.2, help="of the GPU, the server's")
     parser.add_argument("--options", type=Path, help="TOML with options of the server")

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ async def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, 
         async with asyncio.TaskGroup() as starting:
             for engine in engines.values():
                 starting.create_task(engine.start())
+        await asyncio.to_thread(sys.stdin.read)
         for shape, engine in engines.items():
             found[shape] = await measure(engine, shape, arguments.repeat)
             torch.cuda.empty_cache()

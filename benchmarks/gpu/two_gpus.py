@@ -2,17 +2,17 @@
 
 | part | arrangement | what is measured |
 | --- | --- | --- |
-| split | learner on GPU 0, server on GPU 1, transport nccl | seconds of an update and GB/s beside a bare broadcast of as many bytes; what requests in flight wait for; greedy output against the model |
+| split | learner on GPU 0, servers on GPU 1, transport nccl | seconds of an update and GB/s beside a bare broadcast of as many bytes; what requests in flight wait for; greedy output against the model |
 | sharded | ZeRO-3 over both GPUs, no server | losses and weights against one GPU's; tokens per second and memory |
-| colocated | both, an engine on each rank's GPU, ipc, sleep | seconds and memory by phase; log-probabilities of each engine against the learner |
-| asynchronous | learner on GPU 0, server on GPU 1 | `learning.py` with `--max-staleness` 1 and 0: seconds a step, reward |
-| tensor_parallel | as colocated, with one engine on both GPUs | the same |
+| colocated | both, an engine on each rank's GPU, then one engine on both (tensor parallel); ipc, sleep | seconds and memory by phase; log-probabilities of each engine against the learner |
+| asynchronous | learner on GPU 0, server on GPU 1 | `learning.py` with `--max-staleness` 0 and 1: seconds a step, reward |
 
     python benchmarks/gpu/two_gpus.py --engine vllm --python PYTHON --model SMOLLM2.gguf \\
         [--parts split sharded ...] [--json]
 
-Each part runs in processes of its own, one after another. What a part printed goes to stderr; one
-that fails is said so, and the others run.
+Each part runs in processes of its own, one after another; but the servers of `split` start while
+`sharded` runs on one GPU, which they leave alone. What a part printed goes to stderr; one that
+fails is said so, and the others run.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,25 @@ class Runner:
         Raises:
             subprocess.CalledProcessError: it failed.
         """
+        return self.begin(script, *options, ranks=ranks)()
+
+    def begin(self, script: str, *options: object, ranks: int = 0) -> Callable[[], Any]:
+        """Begin a script; the result ends its standard input and gives what `run` does."""
         self._count += 1
         out = self._folder / f"{self._count}.json"
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         command = [sys.executable, *(torchrun if ranks else []), HERE / script, *options]
-        subprocess.run([*map(str, command), "--out", str(out)], check=True, stdout=sys.stderr)
-        return json.loads((out / "result.json" if out.is_dir() else out).read_text())
+        process = subprocess.Popen(
+            [*map(str, command), "--out", str(out)], stdin=subprocess.PIPE, stdout=sys.stderr
+        )
+
+        def result() -> Any:
+            process.communicate()
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, script)
+            return json.loads(out.read_text())
+
+        return result
 
     def engine(self) -> list[object]:
         """The options that say which engine."""
@@ -70,14 +84,19 @@ class Runner:
         return ["--engine", self.arguments.engine, *(["--python", python] if python else [])]
 
 
-def split(runner: Runner) -> dict[str, Any]:
-    """Part 1."""
+def begin_split(runner: Runner) -> Callable[[], Any]:
+    """Start the servers of part 1."""
     arguments = runner.arguments
-    found: dict[str, Any] = runner.run(
+    return runner.begin(
         "split_placement.py",
         *runner.engine(),
         *("--bucket-mb", arguments.bucket_mb, "--shapes", *arguments.shapes),
     )
+
+
+def split(runner: Runner, finish: Callable[[], Any]) -> dict[str, Any]:
+    """Part 1, once its servers are begun."""
+    found: dict[str, Any] = finish()
     sizes = sorted({row["bytes"] for row in found.values()})
     bare = runner.run("bare_broadcast.py", *sizes, ranks=2)
     for row in found.values():
@@ -88,10 +107,17 @@ def split(runner: Runner) -> dict[str, Any]:
     return found
 
 
-def sharded(runner: Runner) -> dict[str, Any]:
-    """Part 2."""
-    cases = [json.dumps(case) for case in runner.arguments.cases]
-    one = runner.run("sharded_learner.py", *cases)
+def on_one(runner: Runner) -> dict[str, Any]:
+    """The cases of part 2 on one GPU."""
+    found: dict[str, Any] = runner.run(
+        "sharded_learner.py", *map(json.dumps, runner.arguments.cases)
+    )
+    return found
+
+
+def sharded(runner: Runner, one: Mapping[str, Any]) -> dict[str, Any]:
+    """Part 2, given what one GPU made of it."""
+    cases = map(json.dumps, runner.arguments.cases)
     two = runner.run("sharded_learner.py", *cases, ranks=2)
     return {name: compare(one[name], two[name]) for name in two}
 
@@ -123,45 +149,45 @@ def compare(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def colocated(runner: Runner, *options: str) -> dict[str, Any]:
-    """Part 3."""
+def colocated(runner: Runner) -> dict[str, Any]:
+    """Parts 3 and 5."""
     arguments = runner.arguments
     shape = ("--shape", arguments.colocated_shape, "--bucket-mb", arguments.bucket_mb)
-    found: dict[str, Any] = runner.run(
-        "colocated_ranks.py", *runner.engine(), *shape, *options, ranks=2
-    )
+    found: dict[str, Any] = runner.run("colocated_ranks.py", *runner.engine(), *shape, ranks=2)
     return found
 
 
 def asynchronous(runner: Runner) -> dict[str, Any]:
     """Part 4."""
     arguments = runner.arguments
-    found = {}
-    for staleness in (0, 1):
-        result = runner.run(
-            "learning.py",
-            *runner.engine(),
-            *("--model", arguments.model, "--steps", arguments.steps, "--engine-gpu", 1),
-            *("--groups", 32, "--max-staleness", staleness, "--compared", 16),
-            *("--evaluations", 1),
-        )
-        names = ("held_out", "curve", "seconds_a_step", "staleness_mean", "step_seconds")
-        found[f"max_staleness {staleness}"] = {name: result[name] for name in names}
+    model = ("--model", arguments.model, "--steps", arguments.steps)
+    found: dict[str, Any] = runner.run("ahead_of_training.py", *runner.engine(), *model)
     return found
 
 
-def tensor_parallel(runner: Runner) -> dict[str, Any]:
-    """Part 5."""
-    return colocated(runner, "--tensor-parallel")
+PARTS = ("split", "sharded", "colocated", "asynchronous")
 
 
-PARTS = {
-    "split": split,
-    "sharded": sharded,
-    "colocated": colocated,
-    "asynchronous": asynchronous,
-    "tensor_parallel": tensor_parallel,
-}
+def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a part gives, or that it failed."""
+    try:
+        return call()
+    except subprocess.CalledProcessError as error:
+        return {"failed": f"{error.cmd} ended with status {error.returncode}"}
+
+
+def measure(runner: Runner, parts: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part's name and results, as they come."""
+    finish_split = begin_split(runner) if "split" in parts else None
+    one = attempt(partial(on_one, runner)) if "sharded" in parts else None
+    if finish_split is not None:
+        yield "split", attempt(partial(split, runner, finish_split))
+    if one is not None:
+        yield "sharded", one if "failed" in one else attempt(partial(sharded, runner, one))
+    if "colocated" in parts:
+        yield "colocated", attempt(partial(colocated, runner))
+    if "asynchronous" in parts:
+        yield "asynchronous", attempt(partial(asynchronous, runner))
 
 
 def print_tree(found: Mapping[str, Any], indent: int = 2) -> None:
@@ -205,14 +231,10 @@ def main() -> None:
     print(f"{arguments.engine}, 2 x {result['card']}")
     with tempfile.TemporaryDirectory() as name:
         runner = Runner(arguments, Path(name))
-        for part in arguments.parts:
-            began = time.perf_counter()
-            try:
-                found = PARTS[part](runner)
-            except subprocess.CalledProcessError as error:
-                found = {"failed": f"exit status {error.returncode}"}
+        began = time.perf_counter()
+        for part, found in measure(runner, arguments.parts):
             result[part] = found
-            print(f"{part} ({time.perf_counter() - began:.0f} s)", flush=True)
+            print(f"{part} (until second {time.perf_counter() - began:.0f})", flush=True)
             print_tree(found)
     if arguments.json:
         print(json.dumps(result))
