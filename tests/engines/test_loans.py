@@ -187,6 +187,27 @@ async def test_a_server_is_paused_only_when_what_was_admitted_is_written(
     await loans.engine.close()
 
 
+@both
+async def test_a_server_is_told_to_pause_only_if_it_may_be_at_a_request(
+    served: EngineUnderTest,
+) -> None:
+    route = PAUSES[served.kind]
+    before = await asked_for(served, route)
+    await served.engine.pause("keep")
+    await served.engine.resume()
+    await served.load(1)
+    assert await asked_for(served, route) == before
+    request = asyncio.create_task(served.engine.generate(PROMPT, LONG))
+    await asyncio.sleep(0.3)
+    request.cancel()  # the server hears of it later
+    await asyncio.gather(request, return_exceptions=True)
+    await served.engine.pause("wait")
+    await served.engine.resume()
+    assert await asked_for(served, route) == before + 1
+    await served.load(0)
+    assert await asked_for(served, route) == before + 1
+
+
 async def test_an_update_that_waits_for_a_request_which_nobody_writes_says_so(
     model_folder: Path, models: list[PreTrainedModel], tmp_path: Path
 ) -> None:
