@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Literal, TypeVar
@@ -31,7 +32,6 @@ __all__ = ["GroupTransport", "new_group"]
 
 LEAVE_SECONDS = 10.0
 T = TypeVar("T")
-_numbers = itertools.count()
 
 
 def new_group(address: GroupAddress, rank: int) -> dist.ProcessGroup:
@@ -115,7 +115,8 @@ class GroupTransport(WeightTransport):
         ranks = [receiver.num_weight_ranks for receiver in receivers]
         offsets = itertools.accumulate(ranks, initial=1)
         address = GroupAddress(
-            name=f"agentrl-weights-{next(_numbers)}",
+            # A server may still hold the group of a learner that was killed.
+            name=f"agentrl-weights-{uuid.uuid4().hex}",
             backend=self._backend,
             host=self._host,
             port=free_port(self._host),
