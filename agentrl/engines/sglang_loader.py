@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -81,3 +83,28 @@ def _tensors(
         end = start + torch.Size(shape).numel() * dtype.itemsize
         yield name, flat[start:end].view(dtype).view(shape)
         start = end
+
+
+def _let_kernels_end_before_pauses() -> None:
+    """Have SGLang synchronize before it takes memory away (0.5.17 and 0.5.23 do so after).
+
+    When a request ends, a kernel still copies its row of the cache's table, for which nothing
+    waits. Where other processes keep the GPU busy it may run when the table is gone, which ends the
+    server (cudaErrorIllegalAddress).
+    """
+    from sglang.srt.utils import (  # type: ignore[import-not-found]
+        torch_memory_saver_adapter as adapters,
+    )
+
+    adapter = adapters._TorchMemorySaverAdapterReal
+    pause = adapter.pause
+
+    def pause_later(self: Any, tag: str) -> None:
+        torch.accelerator.synchronize()
+        pause(self, tag)
+
+    adapter.pause = pause_later
+
+
+if "sglang" in sys.modules:
+    _let_kernels_end_before_pauses()
