@@ -1,7 +1,8 @@
 """Synchronous training and rollouts ahead of it, on the same two GPUs and the same server.
 
 `two_gpus.py` starts it. One server on GPU 1, started once, serves two runs of `learning.py`
-(`--url`) whose learner is on GPU 0: with `--max-staleness` 0 and 1. Weights travel by NCCL.
+(`--url`) whose learner is on GPU 0: with `--max-staleness` 0 and 1. Weights travel by NCCL. GPU 0
+is left alone until the server has started and standard input has ended.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from agentrl.models.load import load_policy, load_tokenizer
 HERE = Path(__file__).parent
 MAX_TOKENS = 832
 """Of an episode: the default of `learning.py`."""
+SHARE: dict[str, dict[str, Any]] = {
+    # Measured, memory that other servers take while this one starts would be taken for its own.
+    "vllm": {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 << 30},
+    "sglang": {"mem_fraction_static": 0.2},
+}
 
 
 def server_config(arguments: argparse.Namespace) -> Config:
     """The server."""
     options = {k: v for k, v in OPTIONS[arguments.engine].items() if k != "load_format"}
-    share = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}[arguments.engine]
     return Config.model_validate(
         {
             "agent": "benchmark",
@@ -42,7 +47,7 @@ def server_config(arguments: argparse.Namespace) -> Config:
                 "transport": "nccl",
                 "max_num_seqs": 256,
                 "max_model_len": MAX_TOKENS,
-                "extra": options | {share: 0.2},
+                "extra": options | SHARE[arguments.engine],
             },
             "rollout": {"max_tokens": MAX_TOKENS},
         }
@@ -60,7 +65,7 @@ def learn(arguments: argparse.Namespace, url: str, staleness: int, folder: Path)
         "max-tokens": MAX_TOKENS,
         "max-staleness": staleness,
         "evaluations": 1,
-        "compared": 16,
+        "compared": 0,
         "out": folder,
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
@@ -81,6 +86,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     found = {}
     try:
         await pool.start()
+        await asyncio.to_thread(sys.stdin.read)
         (server,) = (engine.server for engine in pool.engines)
         for staleness in (0, 1):
             result = await asyncio.to_thread(
@@ -97,7 +103,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
     parser.add_argument("--python", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2, as for learning.py")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -226,6 +226,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for name, policy, episodes in zip(
                 ("before", "after"), policies, (before, after), strict=True
             )
+            if arguments.compared
         },
         "seconds_a_step": seconds_a_step(steps),
         "staleness_mean": mean_of(steps, "staleness/mean"),
@@ -274,7 +275,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory-share", type=float, default=0.2, help="of the GPU, the server's")
     parser.add_argument("--options", type=Path, help="TOML with options of the server")
     parser.add_argument("--examples", type=int, help="use only so many, to try it out")
-    parser.add_argument("--compared", type=int, default=128, help="episodes scored in float32")
+    parser.add_argument(
+        "--compared", type=int, default=128, help="episodes scored in float32; 0: none"
+    )
     parser.add_argument("--out", type=Path, help="keep the run in this folder, which is new")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     return parser.parse_args()

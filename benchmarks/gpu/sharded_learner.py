@@ -46,6 +46,8 @@ class Case:
     length: int = 2048
     steps: int = 5
     gradient_checkpointing: bool = False
+    fits_one: bool = True
+    """Whether it is tried on one GPU."""
     lr: float = 1e-5
 
 
@@ -114,6 +116,9 @@ def drive(learner: Learner, case: Case) -> dict[str, Any]:
 def run(case: Case) -> dict[str, Any] | None:
     """One case on this rank; what rank 0 found, `out_of_memory` where one GPU is too small."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 and not case.fits_one:
+        return {"left_out": True}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.ExitStack() as stack:
@@ -128,7 +133,7 @@ def run(case: Case) -> dict[str, Any] | None:
             stack.callback(learner.close)
             return drive(learner, case)
         except torch.OutOfMemoryError:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if world_size > 1:
                 raise
             return {"out_of_memory": True}
 
