@@ -31,6 +31,7 @@ from agentrl.types import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 64, 24, 8
 LONG_PROMPT, LONG_ANSWER, IN_FLIGHT = 512, 512, 64
+CLEAR = 1.0
 GPU_SHARE = {
     # Measured, the memory of one server would be mistaken for another's: they start together.
     "vllm": {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 6 << 30},
@@ -60,19 +61,29 @@ def config_for(arguments: argparse.Namespace, shape: str, folder: Path) -> Confi
     return server_config(arguments.engine, shape, folder, engine=engine)
 
 
-async def greedy_agreement(engine: Engine, model: PreTrainedModel) -> float:
-    """Share of the engine's greedy tokens that are the model's first choice after the same ids."""
+async def greedy_agreement(engine: Engine, model: PreTrainedModel) -> dict[str, float]:
+    """Share of the engine's greedy tokens that are the model's first choice after the same ids.
+
+    Of all, and of those (`clear_choices`) where the model prefers its first to its second choice by
+    more than `CLEAR` nats: the others are near ties, which bfloat16 decides either way.
+    """
     rng = np.random.default_rng(7)
     params = SamplingParams(NEW_TOKENS, min_new_tokens=NEW_TOKENS, temperature=0, logprobs=False)
-    agreed = []
+    agreed, clear = [], []
     for _ in range(PROMPTS):
         prompt = rng.integers(0, 150_000, PROMPT_TOKENS).tolist()
-        said = (await engine.generate(prompt, params)).token_ids.tolist()
-        ids = torch.tensor([prompt + said], device="cuda")
+        said = (await engine.generate(prompt, params)).token_ids
+        ids = torch.tensor([prompt + said.tolist()], device="cuda")
         with torch.no_grad():
-            choices = model(ids).logits[0, PROMPT_TOKENS - 1 : -1].argmax(-1).tolist()
-        agreed += [own == token for own, token in zip(choices, said, strict=True)]
-    return float(np.mean(agreed))
+            best = model(ids).logits[0, PROMPT_TOKENS - 1 : -1].float().topk(2)
+        agreed.append(best.indices[:, 0].cpu().numpy() == said)
+        clear.append((best.values[:, 0] - best.values[:, 1] > CLEAR).cpu().numpy())
+    agreed_N, clear_N = np.concatenate(agreed), np.concatenate(clear)
+    return {
+        "greedy_agreement": float(agreed_N.mean()),
+        "clear_choices": float(clear_N.mean()),
+        "clear_agreement": float(agreed_N[clear_N].mean()),
+    }
 
 
 async def update_in_flight(engine: Engine, source: WeightSource) -> dict[str, float]:
@@ -104,7 +115,7 @@ async def measure(engine: Engine, shape: str, repeat: int) -> dict[str, Any]:
     found["updates"] = [await timed(lambda: engine.update_weights(source())) for _ in range(repeat)]
     found["update"] = statistics.median(found["updates"])
     found |= await update_in_flight(engine, source())
-    found["greedy_agreement"] = await greedy_agreement(engine, model)
+    found |= await greedy_agreement(engine, model)
     found["logprob_difference"] = await difference(engine, model, 3)
     return found
 
