@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--python", type=Path)
-    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--bucket-mb", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16, help="an engine samples after, a turn")
     parser.add_argument("--sequences", type=int, default=8, help="of 2,048 tokens in an update")

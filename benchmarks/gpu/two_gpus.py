@@ -153,7 +153,7 @@ def compare(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
 def colocated(runner: Runner) -> dict[str, Any]:
     """Parts 3 and 5."""
     arguments = runner.arguments
-    shape = ("--shape", arguments.colocated_shape, "--bucket-mb", arguments.bucket_mb)
+    shape = ("--shape", arguments.colocated_shape)
     found: dict[str, Any] = runner.run("colocated_ranks.py", *runner.engine(), *shape, ranks=2)
     return found
 
@@ -221,7 +221,7 @@ def main() -> None:
         "--shapes", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"]
     )
     parser.add_argument("--colocated-shape", default="qwen2.5-1.5b")
-    parser.add_argument("--bucket-mb", type=int, default=1024)
+    parser.add_argument("--bucket-mb", type=int, default=4096, help="of the part split")
     parser.add_argument("--steps", type=int, default=12, help="of the asynchronous part")
     parser.add_argument("--cases", type=json.loads, default=SHARDED, help="JSON, of sharded")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
