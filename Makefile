@@ -55,8 +55,8 @@ bench-gpu: install
 	$(PIP) install "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/trie_training.py --json
 	$(BIN)/python benchmarks/gpu/learner.py --json
-	$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --bucket-mb 2048 --json
-	$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --bucket-mb 2048 --json
+	$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --bucket-mb 4096 --json
+	$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --bucket-mb 4096 --json
 	$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --json
 	$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --json
 	$(TRL_PYTHON) -m pip install -q trl==1.16.0 "datasets>=4" "liger-kernel>=0.8"
