@@ -7,6 +7,7 @@ an idle one just as a request that changes nothing was written to it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -52,7 +53,7 @@ class EngineClient:
     """JSON over HTTP to one server.
 
     Args:
-        url: Base address.
+        url: Base address; a name and a password in it are sent, too, instead of `api_key`.
         limit: Seconds that one request may take, unless it names its own.
         api_key: Sent as a bearer token.
     """
@@ -60,6 +61,9 @@ class EngineClient:
     def __init__(self, url: str, *, limit: float, api_key: str | None = None) -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if (address := httpx.URL(url)).userinfo:
+            pair = f"{address.username}:{address.password}".encode()
+            headers = {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
         self._limit = limit
         self._urls: dict[str, httpx.URL] = {}
         """Of each path: httpx takes a fifth of a short request's time to parse it."""
@@ -88,7 +92,7 @@ class EngineClient:
         each time that all of it is written.
 
         Raises:
-            RequestRefusedError: the server answered with an error status.
+            RequestRefusedError: the server answered with an error status, or a redirect.
             NoAnswerError: it did not answer: dead, unreachable, or too slow.
         """
         content = None if body is None else json.dumps(body).encode()
@@ -141,14 +145,14 @@ class EngineClient:
                     "engine.request_timeout, or engine.update_timeout for a weight update",
                     late=True,
                 ) from error
-            except httpx.TransportError as error:
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 if attempt < ATTEMPTS and self._may_repeat(error, repeatable):
                     await asyncio.sleep(RETRY_PAUSE * attempt)
                     continue
                 raise NoAnswerError(
                     f"{self.url}{path} is gone ({type(error).__name__}: {error})", late=False
                 ) from error
-            if response.is_error:
+            if not response.is_success:  # a redirect neither: what was asked for is not done
                 raise RequestRefusedError(
                     f"{self.url}{path} answered {response.status_code}: {response.text[:2000]}",
                     response.status_code,
@@ -166,7 +170,7 @@ class EngineClient:
         return response
 
     @staticmethod
-    def _may_repeat(error: httpx.TransportError, repeatable: bool) -> bool:
+    def _may_repeat(error: httpx.RequestError, repeatable: bool) -> bool:
         if isinstance(error, httpx.ConnectError):
             return True
         # A kept connection that the server has just closed ends like this before any answer.

@@ -1,0 +1,73 @@
+"""What a client of one server sends, and what it makes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedError
+
+BODY = gzip.compress(b'{"version": 3}')
+GZIP = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+WHOLE = GZIP + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+SPOILT = GZIP + b"Content-Length: 5\r\n\r\nno zi"
+BROKEN = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"
+MOVED = b"HTTP/1.1 307 Moved\r\nLocation: https://elsewhere/pause\r\nContent-Length: 0\r\n\r\n"
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[str]]]:
+    """Host and port of a server that answers every request so, and the heads of the requests."""
+    heads: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield f"{host}:{port}", heads
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+async def test_paths_and_parameters_follow_the_prefix_of_an_address(end: str) -> None:
+    async with answering(WHOLE) as (place, heads):
+        client = EngineClient(f"http://{place}/first{end}", limit=5)
+        answer = await client.post("/pause", {}, params={"mode": "keep"})
+        assert answer == {"version": 3}
+        assert heads[0].startswith("POST /first/pause?mode=keep HTTP/1.1\r\n")
+        await client.close()
+
+
+async def test_a_name_and_a_password_in_the_address_are_sent() -> None:
+    async with answering(WHOLE) as (place, heads):
+        client = EngineClient(f"http://ann:p%40ss@{place}", limit=5, api_key="key")
+        await client.post("/pause")
+        expected = base64.b64encode(b"ann:p@ss").decode()
+        assert f"Authorization: Basic {expected}\r\n" in heads[0]
+        await client.close()
+
+
+async def test_a_redirect_is_a_refusal() -> None:
+    """A server that was not told to pause would sample on while its weights change."""
+    async with answering(MOVED) as (place, _):
+        client = EngineClient(f"http://{place}", limit=5)
+        with pytest.raises(RequestRefusedError, match="/pause answered 307"):
+            await client.post("/pause")
+        await client.close()
+
+
+@pytest.mark.parametrize("answer", [BROKEN, SPOILT])
+async def test_an_answer_that_cannot_be_read_to_its_end_is_none(answer: bytes) -> None:
+    async with answering(answer) as (place, _):
+        client = EngineClient(f"http://{place}", limit=5)
+        with pytest.raises(NoAnswerError, match="is gone"):
+            await client.post("/generate", {})
+        await client.close()
