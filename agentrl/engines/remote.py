@@ -98,8 +98,9 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._asleep: set[str] = set()
         self._paused = False
         """Whether the server was told to pause, and not yet to go on."""
-        self._strays = False
-        """Whether the server may still be at requests that were given up."""
+        self._strays: dict[str, bool] = {}
+        """Requests that were given up and that the server may still be at; whether it has confirmed
+        that they are ended."""
         self._gate = RequestGate()
         self._stats = EngineStats(self.metric_names)
         self._metrics_read = 0.0
@@ -186,7 +187,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self._connect()
         self._stats.forget_server()
         self._asleep.clear()
-        self._paused = self._strays = False
+        self._paused = False
+        self._strays.clear()
 
     async def close(self) -> None:
         """End the server, if it is ours, and every request."""
@@ -247,13 +249,11 @@ class RemoteEngine(Engine, UpdatableEngine):
                 answer = await self._gate.run(request_id, call)
             except asyncio.CancelledError:
                 self._stats.record_unanswered("cancelled")
-                self._strays = True
                 self._abort_later(request_id)
                 raise
             except EngineError as error:
                 late = isinstance(error, NoAnswerError) and error.late
                 self._stats.record_unanswered("timed_out" if late else "failed")
-                self._strays = True
                 self._abort_later(request_id)
                 raise await self._explained(error) from error
             self._stats.record(prompt_tokens, answer, elapsed())
@@ -264,7 +264,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         """Stop sampling; see `Engine.pause`.
 
         A server of ours that has no requests stays as it is, since the gate keeps them from it:
-        vLLM takes 20 ms to pause.
+        vLLM takes 20 ms to pause. One of several replicas is told in any case: replicas may compute
+        with each other for a while after the last request.
 
         Raises:
             EngineError: requests in flight are to be held by a server that could not say afterwards
@@ -278,10 +279,13 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self.refresh_stats()
         self._gate.close()
         await (self._gate.wait_idle() if mode == "wait" else self._gate.wait_sent())
-        if self.server is None or self._gate.in_flight or self._strays:
+        if self.server is None or self.replicas > 1 or self._gate.in_flight or self._strays:
             self._paused = True
+            strays = tuple(self._strays)  # others may come while it is told
             await self._pause(mode)
-            self._strays = False
+            for stray in strays:
+                if self._strays.get(stray):  # else it goes on when the server does
+                    del self._strays[stray]
 
     async def resume(self) -> None:
         """Go on sampling.
@@ -423,6 +427,7 @@ class RemoteEngine(Engine, UpdatableEngine):
 
     def _abort_later(self, request_id: str) -> None:
         """End the request on the server without waiting for it, unless there is no server."""
+        self._strays[request_id] = False
         if not self.dead and not self._closed:
             self._in_background(self._try_abort(request_id))
 
@@ -437,3 +442,6 @@ class RemoteEngine(Engine, UpdatableEngine):
                 await self._abort(request_id)
         except (EngineError, TimeoutError) as error:
             logger.debug("request %s was not aborted: %s", request_id, error)
+            return
+        if request_id in self._strays:  # else the server was started again meanwhile
+            self._strays[request_id] = True

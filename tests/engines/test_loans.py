@@ -36,6 +36,7 @@ PROMPT = list(range(3, 60))
 GREEDY = SamplingParams(12, temperature=0)
 LONG = SamplingParams(300, temperature=2.0)
 PAUSES = {"fake-vllm": "/pause", "fake-sglang": "/pause_generation"}
+ABORTS = {"fake-vllm": "/abort_requests", "fake-sglang": "/abort_request"}
 TOKENS = {"fake-vllm": "/inference/v1/generate", "fake-sglang": "/generate"}
 
 
@@ -206,6 +207,49 @@ async def test_a_server_is_told_to_pause_only_if_it_may_be_at_a_request(
     assert await asked_for(served, route) == before + 1
     await served.load(0)
     assert await asked_for(served, route) == before + 1
+
+
+@both
+async def test_a_server_that_did_not_hear_that_a_request_is_over_is_paused_until_it_has(
+    served: EngineUnderTest,
+) -> None:
+    """It would hold the request, go on with it, and be at it when the weights change next."""
+    async with httpx.AsyncClient(base_url=url_of(served)) as http:
+        await http.post("/fake/fail", json={"path": ABORTS[served.kind]})
+    before = await asked_for(served, PAUSES[served.kind])
+    request = asyncio.create_task(served.engine.generate(PROMPT, LONG))
+    await asyncio.sleep(0.3)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    for told in (1, 2):
+        await served.engine.pause("keep")
+        await served.engine.resume()
+        assert await asked_for(served, PAUSES[served.kind]) == before + told
+
+
+@both
+async def test_a_request_that_is_given_up_while_the_server_is_told_to_pause_is_not_forgotten(
+    served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(served.engine, EnginePool)
+    (engine,) = served.engine.engines
+    before = await asked_for(served, PAUSES[served.kind])
+    request = asyncio.create_task(served.engine.generate(PROMPT, LONG))
+    await asyncio.sleep(0.3)
+    pause = engine._pause
+
+    async def given_up_meanwhile(mode: PauseMode) -> None:
+        await pause(mode)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_pause", given_up_meanwhile)
+        await engine.pause("keep")
+    await engine.resume()
+    await engine.pause("keep")
+    await engine.resume()
+    assert await asked_for(served, PAUSES[served.kind]) == before + 2
 
 
 async def test_an_update_that_waits_for_a_request_which_nobody_writes_says_so(

@@ -64,6 +64,21 @@ async def test_a_group_stays_on_one_replica_and_finds_its_history_there(
 
 
 @pytest.mark.parametrize("size", [1, 2])
+async def test_replicas_are_paused_also_when_they_have_no_requests(
+    size: int, model_folder: Path, tmp_path: Path
+) -> None:
+    """Those of a mixture of experts compute together until all have seen that nothing is left."""
+    async with running("fake-vllm", model_folder, tmp_path, data_parallel_size=size) as pool:
+        await pool.pause("keep")
+        await pool.resume()
+        (server,) = (engine.server for engine in pool.engines)
+        assert server is not None
+        async with httpx.AsyncClient() as client:
+            asked = (await client.get(f"{server.url}/fake/requests")).json()
+        assert (asked.count("/pause"), asked.count("/resume")) == (size - 1, size - 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_servers_are_started_with_their_replicas(size: int, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
     vllm = vllm_launch(
