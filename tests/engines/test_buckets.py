@@ -165,6 +165,25 @@ async def test_a_reader_that_stops_leaves_the_source_drawn_to_its_end(live: bool
     assert len(drawn) == 10
 
 
+async def test_packing_that_fails_leaves_the_source_drawn_to_its_end() -> None:
+    """As when no memory is left for the buffers that engines open."""
+    drawn: list[str] = []
+
+    def memory(slot: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
+        if slot == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return fresh(slot, nbytes, device)
+
+    stream = BucketStream(source_of_ten(drawn), capacity=1, memory=memory)
+    buckets = aiter(stream)
+    await anext(buckets)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        await anext(buckets)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        await stream.finish()
+    assert len(drawn) == 10
+
+
 async def test_an_error_of_the_source_reaches_the_reader() -> None:
     def named_weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(1)

@@ -1,9 +1,9 @@
 """The buckets of one version, packed in a thread while those before are sent.
 
 Drawing the weights is a collective of all learner ranks, so it always runs to its end, also when
-the transfer has failed: ranks that are left waiting would hang. A slot's memory is written again
-only when the bucket that lay in it was released: a bucket that is given up in a failed transfer is
-never overwritten.
+the transfer or the packing has failed: ranks that are left waiting would hang. A slot's memory is
+written again only when the bucket that lay in it was released: a bucket that is given up in a
+failed transfer is never overwritten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import torch
@@ -67,16 +67,22 @@ class BucketStream:
             torch.cuda.set_device(self._device)  # the current device belongs to a thread
         with torch.no_grad():
             weights = self._source.named_weights()
-            buckets = pack(weights, self._capacity, self._memory, live=self._source.live)
-            for slot in itertools.cycle(self._free):
-                slot.acquire()
-                if self._discard.is_set():
-                    break
-                bucket = next(buckets, None)
-                if bucket is None:
-                    return
-                bucket = replace(bucket, release=self._free[bucket.slot].release)
-                self._loop.call_soon_threadsafe(self._ready.put_nowait, bucket)
-                del bucket
-            for _ in weights:
-                pass
+            try:
+                self._pack(weights)
+            finally:
+                for _ in weights:
+                    pass
+
+    def _pack(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Pack until all is packed, or what is left is to be thrown away."""
+        buckets = pack(weights, self._capacity, self._memory, live=self._source.live)
+        for slot in itertools.cycle(self._free):
+            slot.acquire()
+            if self._discard.is_set():
+                return
+            bucket = next(buckets, None)
+            if bucket is None:
+                return
+            bucket = replace(bucket, release=self._free[bucket.slot].release)
+            self._loop.call_soon_threadsafe(self._ready.put_nowait, bucket)
+            del bucket
