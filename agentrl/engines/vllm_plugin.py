@@ -40,6 +40,8 @@ from .in_place import InPlaceUpdates
 logger = init_logger("vllm.agentrl")
 
 BACKEND = "agentrl"
+OPEN_MEMORIES = 2
+"""The shared memories that take turns."""
 WAIT_MS = 2
 """How long a process sleeps at most before it looks for a message again."""
 
@@ -186,9 +188,14 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         return self._open(info.memory)[:nbytes].to(self.device, copy=not self._updates.copies)
 
     def _open(self, memory: dict[str, Any]) -> torch.Tensor:
-        """The whole of a shared memory, opened once and kept."""
+        """The whole of a shared memory, opened once and kept while it takes turns with another.
+
+        After a failure new ones come; the old ones are not freed as long as they are open here.
+        """
         name = memory["name"]
         if name not in self._opened:
+            while len(self._opened) >= OPEN_MEMORIES:
+                del self._opened[next(iter(self._opened))]
             self._opened[name] = _open_shared(memory["handle"])
         return self._opened[name]
 

@@ -158,6 +158,20 @@ def test_the_model_keeps_no_memory_of_a_bucket_that_was_copied(engine: Any) -> N
     assert torch.equal(engine.model.down, tensor)
 
 
+def test_memories_that_later_ones_have_replaced_are_closed(engine: Any) -> None:
+    """Those of a failed update would take a part of the GPU for good."""
+    engine.start_weight_update()
+    buffers = [SharedBuffer.allocate(64, torch.device("cpu")) for _ in range(3)]
+    for i in (0, 1, 0, 1, 2, 1):
+        buffers[i].flat.view(torch.float32)[:8].fill_(i)
+        memory = {"name": buffers[i].name, "handle": share_parts(buffers[i].flat)}
+        engine.update_weights(
+            {"names": ["norm"], "dtypes": ["float32"], "shapes": [[8]], "memory": memory}
+        )
+        assert engine.model.norm.tolist() == [i] * 8
+    assert list(engine._opened) == [buffers[1].name, buffers[2].name]
+
+
 def test_a_weight_that_did_not_come_is_an_error_and_the_next_update_is_loaded(
     engine: Any, reload: Reload
 ) -> None:
