@@ -171,6 +171,8 @@ class RemoteEngine(Engine, UpdatableEngine):
                     "there, or correct the address"
                 ) from error
             raise
+        if self.server is None:
+            await self._resume()  # a run that was killed may have left it paused
         self._gate.open()
         await self.generate((0,), SamplingParams(max_new_tokens=1, logprobs=False))
         self._stats.take()
