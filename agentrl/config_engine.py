@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.config_base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -127,6 +127,16 @@ class EngineConfig(Section):
     sleep_level: Literal[1, 2] = 1
     """1 keeps the weights in host memory, 2 drops them: the next update brings them."""
 
+    @field_validator("extra")
+    @classmethod
+    def _spell_with_underscores(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        """One spelling of each option, so that one which is looked for is found."""
+        spelled = {key.replace("-", "_"): value for key, value in extra.items()}
+        if len(spelled) < len(extra):
+            twice = next(key for key in extra if "-" in key and key.replace("-", "_") in extra)
+            raise ValueError(f"names {twice} twice, with - and with _: name it once")
+        return spelled
+
     @model_validator(mode="after")
     def _check_combinations(self) -> EngineConfig:
         self._refuse_what_would_be_ignored()
@@ -139,7 +149,7 @@ class EngineConfig(Section):
             )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
-        given = sorted(OWN_OPTIONS.keys() & {key.replace("-", "_") for key in self.extra})
+        given = sorted(OWN_OPTIONS.keys() & self.extra.keys())
         if given:
             raise ValueError(
                 f"engine.extra.{given[0]} is an option that agentrl sets itself: "

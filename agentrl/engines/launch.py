@@ -156,7 +156,8 @@ def sglang_launch(
     options |= config.extra
     if loader is not None:
         env |= _python_path(config, loader)
-        others = options.get("custom_weight_loader", ())
+        theirs = options.get("custom_weight_loader", ())
+        others = [theirs] if isinstance(theirs, str) else theirs
         options["custom_weight_loader"] = [sglang.LOADER, *others]
     command = [_python(config), "-m", "sglang.launch_server"]
     return Launch((*command, *server_options(options)), env)

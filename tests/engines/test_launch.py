@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config import EngineConfig
+from agentrl.config import Config, EngineConfig
 from agentrl.engines.installed import check_python
 from agentrl.engines.launch import server_options, sglang_launch, vllm_launch
+from agentrl.engines.servers import _has_loader
 from agentrl.engines.sglang import install_loader
 from agentrl.engines.transport.select import check_transport, transport_name
 from agentrl.engines.vllm import install_plugin
@@ -86,15 +87,26 @@ def test_where_no_gpu_is_the_servers_are_told_so_and_the_user_has_the_last_word(
     assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
-def test_sglang_is_told_of_our_loader_beside_that_of_the_user(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"custom_weight_loader": ["their.loader"]},
+        {"custom_weight_loader": "their.loader"},
+        {"custom-weight-loader": ["their.loader"]},
+    ],
+)
+def test_sglang_is_told_of_our_loader_beside_that_of_the_user(
+    extra: dict[str, Any], tmp_path: Path
+) -> None:
     folder = install_loader(tmp_path / "loader")
     section = EngineConfig(
         kind="sglang",
         env={"PYTHONPATH": "/theirs"},
-        extra={"custom_weight_loader": ["their.loader"]},
+        extra=extra,
     )
     launch = sglang_launch(section, "m", dtype="float32", max_model_len=512, loader=folder)
     line = launch.with_port(1)
+    assert line.count("--custom-weight-loader") == 1
     start = line.index("--custom-weight-loader")
     assert line[start + 1 : start + 3] == ["agentrl_sglang_loader.load", "their.loader"]
     assert launch.env["PYTHONPATH"] == f"{folder}:/theirs"
@@ -162,6 +174,7 @@ def test_a_transport_that_cannot_work_is_refused(
         ({"kind": "vllm", "urls": ["http://a:1", "http://a:1"]}, "names a server twice"),
         ({"kind": "vllm", "extra": {"tensor-parallel-size": 2}}, "use engine.tensor_parallel_size"),
         ({"kind": "sglang", "extra": {"dp_size": 2}}, "use engine.data_parallel_size"),
+        ({"kind": "vllm", "extra": {"block-size": 8, "block_size": 16}}, "names block-size twice"),
         (
             {"kind": "vllm", "extra": {"logprobs_mode": "raw_logprobs"}},
             "engine.extra.logprobs_mode",
@@ -189,3 +202,13 @@ def test_a_python_that_is_no_program_is_refused_by_name(tmp_path: Path) -> None:
             check_python(EngineConfig(kind="vllm", python=python))
     check_python(EngineConfig(kind="vllm", python=sys.executable))
     check_python(EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize("name", ["enable_eplb", "enable-eplb"])
+def test_sglang_keeps_to_its_own_loader_where_experts_change_places(name: str) -> None:
+    """A plan would copy weights to where their experts were before."""
+    settings: dict[str, Any] = {"agent": "agent.py"}
+    section = {"kind": "sglang", "transport": "ipc"}
+    assert _has_loader(Config(**settings, engine=section))  # type: ignore[arg-type]
+    moving = section | {"extra": {name: True}}
+    assert not _has_loader(Config(**settings, engine=moving))  # type: ignore[arg-type]
