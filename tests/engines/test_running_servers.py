@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engines.test_pool import running
-from engines.tiny import greedy
+from engines.tiny import build_model, greedy, source_of
 from transformers import PreTrainedModel
 
 from agentrl.config import Config, EngineConfig
@@ -76,3 +80,41 @@ async def test_a_server_that_others_may_ask_too_is_always_told_to_pause(
         async with httpx.AsyncClient() as client:
             asked = (await client.get(f"{url}/fake/requests")).json()
         assert asked.count(PAUSES[kind].partition("?")[0]) == 1
+
+
+async def push_and_die(kind: str, url: str, folder: Path) -> None:
+    """A learner that is killed when it has brought its weights to a server."""
+    pool = pool_of(kind, url, folder / "model", folder)
+    await pool.start()
+    await pool.update_weights(source_of(build_model(1), 1))
+    os._exit(9)
+
+
+@kinds
+async def test_a_learner_takes_over_from_one_that_was_killed(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    """The server is still in the process group of the one before."""
+    (tmp_path / "model").symlink_to(model_folder)
+    async with server(kind, model_folder, tmp_path) as url:
+        for _ in range(2):
+            command = [sys.executable, "-m", "engines.test_running_servers", kind, url, tmp_path]
+            died = await asyncio.to_thread(
+                subprocess.run,
+                list(map(str, command)),
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+                capture_output=True,
+                text=True,
+            )
+            assert died.returncode == 9, died.stderr
+        pool = pool_of(kind, url, model_folder, tmp_path)
+        try:
+            await pool.start()
+            result = await pool.generate(PROMPT, SamplingParams(8, temperature=0))
+        finally:
+            await pool.close()
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+
+
+if __name__ == "__main__":
+    asyncio.run(push_and_die(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
