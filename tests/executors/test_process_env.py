@@ -114,10 +114,20 @@ def closed(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "closed").read_text().split()]
 
 
+OTHERS: set[psutil.Process] = set()
+"""What other tests left: torch and multiprocessing each keep a process for shared memory."""
+
+
+@pytest.fixture(autouse=True)
+def _count_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set(psutil.Process().children(recursive=True))
+    monkeypatch.setitem(globals(), "OTHERS", found)
+
+
 def children(recursive: bool = False) -> list[psutil.Process]:
-    """Below this process, without the one that torch keeps for shared memory of other tests."""
+    """Below this process, without those of other tests."""
     found = psutil.Process().children(recursive=recursive)
-    return [process for process in found if process.name() != "torch_shm_manager"]
+    return [process for process in found if process not in OTHERS]
 
 
 def alive(process: psutil.Process) -> bool:
