@@ -23,7 +23,7 @@ from agentrl.config import ModelConfig
 from agentrl.errors import DependencyError, UsageError
 from agentrl.models.tiny import TINY, build_tiny_model, build_tiny_tokenizer
 
-__all__ = ["load_policy", "load_tokenizer", "recompute_activations"]
+__all__ = ["load_policy", "load_tokenizer"]
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -143,10 +143,3 @@ def _one_line(error: BaseException) -> str:
     """The beginning of a message of transformers, which often spans a page."""
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 160 else f"{text[:157]}...").rstrip(" .:")
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep no activations in forward, and compute them again in backward."""
-    # Its old name was all there was until transformers 5.18 or so, and goes with version 6.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.config import AlgoConfig, Config
-from agentrl.models.load import recompute_activations
+from agentrl.models.activations import recompute_activations
 from agentrl.train.distributed import RankGroup
 from agentrl.train.microbatch import MicroBatch
 from agentrl.train.objective import LossTerms, Sums, weighted_value_loss

@@ -32,7 +32,7 @@ from torch.nn.attention.flex_attention import (
 from transformers import AttentionInterface
 
 from agentrl.train.tree_chains import LongChain, long_chains, merge_chains, takes_chains
-from agentrl.train.tree_kernel import TreePieces, cut_pieces, tree_attention
+from agentrl.train.tree_kernel import TreePieces, cut_pieces, for_heads_of, tree_attention
 
 __all__ = [
     "TREE_ATTENTION",
@@ -247,17 +247,11 @@ def attend_over_tree(
         attend, apart = _compiled_flex(agentrl_tree), takes_chains(query)
         out = flex_tree_attention(query, *own, agentrl_tree, scale, attend, chains_apart=apart)
     else:
-        groups = query.shape[1] // key.shape[1]
-        own, past = _repeated(own, groups), None if past is None else _repeated(past, groups)
+        own = for_heads_of(query, own[0]), for_heads_of(query, own[1])
+        if past is not None:
+            past = for_heads_of(query, past[0]), for_heads_of(query, past[1])
         out = tree_attention(query, *own, agentrl_tree.pieces, scale, past)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _repeated(pair: KeyValue, groups: int) -> KeyValue:
-    """Keys and values once for each query head."""
-    if groups == 1:
-        return pair
-    return pair[0].repeat_interleave(groups, dim=1), pair[1].repeat_interleave(groups, dim=1)
 
 
 def _check(query: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.train.tree_kernel import Chain
+from agentrl.train.tree_kernel import Chain, flash, flash_backward, for_heads_of
 
 __all__ = ["LongChain", "long_chains", "merge_chains", "takes_chains"]
 
@@ -32,8 +32,6 @@ LEAST_PAIRS = 2**23
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,8 @@ class _MergedChains(torch.autograd.Function):
         for rows, keys, causal in _calls(chains):
             own, own_lse, seed = _forward(
                 query[:, :, rows],
-                _for_heads_of(query, key[:, :, keys]),
-                _for_heads_of(query, value[:, :, keys]),
+                for_heads_of(query, key[:, :, keys]),
+                for_heads_of(query, value[:, :, keys]),
                 causal,
                 scale,
             )
@@ -141,7 +139,7 @@ class _MergedChains(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         for i, (rows, keys, causal) in enumerate(_calls(ctx.chains)):
             of_rows = [x[:, :, rows] for x in (grad_out, query, out, lse)]
-            of_keys = [_for_heads_of(query, x[:, :, keys]) for x in (key, value)]
+            of_keys = [for_heads_of(query, x[:, :, keys]) for x in (key, value)]
             own = _backward(of_rows, of_keys, seeds[2 * i : 2 * i + 2], causal, ctx.scale)
             grads[0][:, :, rows] += own[0]
             for grad, mine in zip(grads[1:], own[1:], strict=True):
@@ -154,18 +152,12 @@ def _calls(chains: Iterable[LongChain]) -> Iterator[tuple[slice, slice, bool]]:
     return ((rows, chain.keys, causal) for chain in chains for rows, causal in chain.calls)
 
 
-def _for_heads_of(query: Tensor, x: Tensor) -> Tensor:
-    """Keys or values once for each query head."""
-    groups = query.shape[1] // x.shape[1]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention, its log-sum-exp [1, H, rows] in float32, and what the backward pass wants back."""
     if not query.is_cuda:
-        out, lse = _flash(query, key, value, 0.0, causal, scale=scale)
+        out, lse = flash(query, key, value, 0.0, causal, scale=scale)
         return out, lse, []
     out, lse, _, _, _, _, *seed, _ = _cudnn(
         query, key, value, None, True, 0.0, causal, False, scale=scale
@@ -180,7 +172,7 @@ def _backward(
     key, value = of_keys
     grads: tuple[Tensor, Tensor, Tensor]
     if not query.is_cuda:
-        grads = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
+        grads = flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, scale=scale)
         return grads
     # No bias, and no sequences of several lengths.
     grads = _cudnn_backward(

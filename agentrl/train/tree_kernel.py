@@ -29,15 +29,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Blocks", "Chain", "PastChain", "TreePieces", "cut_pieces", "tree_attention"]
+__all__ = [
+    "Blocks",
+    "Chain",
+    "PastChain",
+    "TreePieces",
+    "cut_pieces",
+    "flash",
+    "flash_backward",
+    "for_heads_of",
+    "tree_attention",
+]
 
 LONG_CHAIN = 64
 """A chain of so many nodes is worth a call of its own."""
 BLOCK_NODES = 128
 """Most nodes of a block."""
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +187,7 @@ class _TreeAttention(torch.autograd.Function):
         lse = query.new_full((1, query.shape[1], size), -torch.inf, dtype=sums)
         for chain in pieces.chains:
             rows, keys = slice(chain.start, chain.subtree_end), slice(chain.start, chain.end)
-            part, part_lse = _flash(
+            part, part_lse = flash(
                 query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, True, scale=scale
             )
             if chain.root:
@@ -186,7 +196,7 @@ class _TreeAttention(torch.autograd.Function):
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
         for blocks in pieces.blocks:
             q, k, v = (_gather(x, blocks) for x in (query, key, value))
-            part, part_lse = _flash(q, k, v, 0.0, False, attn_mask=_mask(blocks, q), scale=scale)
+            part, part_lse = flash(q, k, v, 0.0, False, attn_mask=_mask(blocks, q), scale=scale)
             part, part_lse = _pick(part, blocks), _pick(part_lse.unsqueeze(-1), blocks).squeeze(-1)
             nodes = blocks.nodes_BS.flatten()[blocks.valid]
             old, old_lse = out[:, :, nodes], lse[:, :, nodes]
@@ -194,7 +204,7 @@ class _TreeAttention(torch.autograd.Function):
             out[:, :, nodes], lse[:, :, nodes] = old, old_lse
         for past in pieces.past:
             rows, keys = slice(0, past.rows), slice(past.start, past.end)
-            part, part_lse = _flash(
+            part, part_lse = flash(
                 query[:, :, rows],
                 *_part_of(past_key, past_value, keys),
                 0.0,
@@ -241,6 +251,12 @@ class _TreeAttention(torch.autograd.Function):
         return *grads, *past_grads, None, None
 
 
+def for_heads_of(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values [1, K, T, D] once for each head of the query [1, H, T, D]."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
 def _part_of(key: Tensor | None, value: Tensor | None, keys: slice) -> list[Tensor]:
     assert key is not None, "pieces with a past need its keys"
     assert value is not None, "and its values"
@@ -256,7 +272,7 @@ def _partial_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, query, out, lse = of_rows
     key, value = of_keys
-    parts: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+    parts: tuple[Tensor, Tensor, Tensor] = flash_backward(
         grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     return parts

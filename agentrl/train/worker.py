@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import UsageError
+from agentrl.models.activations import recompute_activations
 from agentrl.models.liger import use_liger_kernels
-from agentrl.models.load import recompute_activations
 from agentrl.models.lora import Adapter
 from agentrl.train.critic import Critic
 from agentrl.train.distributed import RankGroup

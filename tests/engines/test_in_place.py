@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from engines.conftest import REAL_KINDS, server_config
-from engines.tiny import EOS, VOCAB_SIZE, greedy, logprobs_R, save_model, source_of
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from engines.tiny import VOCAB_SIZE, build_model, greedy, logprobs_R, save_model, source_of
+from transformers import PreTrainedModel
 
 from agentrl.engines.factory import make_engine
 from agentrl.types import SamplingParams
@@ -46,24 +45,9 @@ def install_unpacked(folder: Path) -> Path:
 
 def build(seed: int, tied: bool) -> PreTrainedModel:
     """A vocabulary that vLLM fills up to a multiple of 64."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE - 20,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-        attention_bias=True,
+    return build_model(
+        seed, vocab_size=VOCAB_SIZE - 20, tie_word_embeddings=tied, attention_bias=True
     )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -49,6 +49,17 @@ def pool_of(kind: str, url: str, model_folder: Path, run_dir: Path) -> EnginePoo
     return pool
 
 
+async def greedy_tokens(pool: EnginePool) -> list[int]:
+    """What a new run of the servers gets from them."""
+    try:
+        await pool.start()
+        result = await pool.generate(PROMPT, SamplingParams(8, temperature=0))
+    finally:
+        await pool.close()
+    tokens: list[int] = result.token_ids.tolist()
+    return tokens
+
+
 @kinds
 async def test_a_server_that_a_killed_run_left_paused_goes_on(
     kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
@@ -56,13 +67,8 @@ async def test_a_server_that_a_killed_run_left_paused_goes_on(
     async with server(kind, model_folder, tmp_path) as url:
         async with httpx.AsyncClient() as client:
             await client.post(url + PAUSES[kind], json={"mode": "retract"})
-        pool = pool_of(kind, url, model_folder, tmp_path)
-        try:
-            await pool.start()
-            result = await pool.generate(PROMPT, SamplingParams(8, temperature=0))
-        finally:
-            await pool.close()
-        assert result.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+        said = await greedy_tokens(pool_of(kind, url, model_folder, tmp_path))
+        assert said == greedy(models[0], PROMPT, 8)
 
 
 @kinds
@@ -107,13 +113,8 @@ async def test_a_learner_takes_over_from_one_that_was_killed(
                 text=True,
             )
             assert died.returncode == 9, died.stderr
-        pool = pool_of(kind, url, model_folder, tmp_path)
-        try:
-            await pool.start()
-            result = await pool.generate(PROMPT, SamplingParams(8, temperature=0))
-        finally:
-            await pool.close()
-        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        said = await greedy_tokens(pool_of(kind, url, model_folder, tmp_path))
+        assert said == greedy(models[1], PROMPT, 8)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,23 +19,24 @@ MAX_MODEL_LEN = 512
 EOS = 1
 
 
-def build_model(seed: int) -> PreTrainedModel:
+def build_model(seed: int, **changes: Any) -> PreTrainedModel:
     """Weights large enough that temperature 1 draws varied tokens and greedy has no near ties."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    config = LlamaConfig(**sizes | changes)
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
