@@ -46,6 +46,8 @@ OWN_OPTIONS: Mapping[str, str] = {
     "dp": "engine.data_parallel_size",
     "pipeline_parallel_size": "engine.tensor_parallel_size",
     "pp_size": "engine.tensor_parallel_size",
+    "api_server_count": "engine.api_server_count",
+    "tokenizer_worker_num": "engine.api_server_count",
     "logprobs_mode": "none: the learner needs those of the sampling distribution",
     "weight_transfer_config": "engine.transport",
     "enable_sleep_mode": "engine.enable_sleep",
@@ -61,6 +63,7 @@ _ADAPTER_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "verify_weights": (False,),
     "sleep_level": (1,),
     "data_parallel_size": (1,),
+    "api_server_count": (1,),
 }
 """What an adapter that travels alone can go with."""
 
@@ -84,6 +87,8 @@ class EngineConfig(Section):
     """GPUs that share the layers of one engine; with `urls`, what those servers have."""
     data_parallel_size: PositiveInt = 1
     """Replicas inside one server, each with a prefix cache of its own; likewise."""
+    api_server_count: PositiveInt = 1
+    """Processes of one server that read requests and write answers, where one is the limit."""
     gpus: tuple[int, ...] = ()
     """GPUs of this host that the servers share out among them; without it, each sees all."""
     python: Path | None = None
@@ -147,6 +152,11 @@ class EngineConfig(Section):
                 f"engine.gpus names {len(self.gpus)} GPUs, but num_engines x tensor_parallel_size "
                 f"x data_parallel_size needs {needed}: name as many"
             )
+        if self.kind == "sglang" and self.api_server_count > 1 and self.pause_mode == "abort":
+            raise ValueError(
+                "engine.api_server_count > 1 with engine.pause_mode abort: of several processes of "
+                "SGLang each waits only for its own requests to end; set pause_mode to keep or wait"
+            )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
         given = sorted(OWN_OPTIONS.keys() & self.extra.keys())
@@ -175,7 +185,7 @@ class EngineConfig(Section):
 
     def _refuse_what_would_be_ignored(self) -> None:
         started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
-        started |= {"gpus", "enable_sleep", "sleep_level"}
+        started |= {"gpus", "enable_sleep", "sleep_level", "api_server_count"}
         served = started | {"tensor_parallel_size", "data_parallel_size"}
         served |= {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
         served |= {"router_url", "bucket_mb", "verify_weights", "pause_mode", "host"}

@@ -89,9 +89,8 @@ def vllm_launch(
         options["tensor_parallel_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
         options["data_parallel_size"] = config.data_parallel_size
-        # By default each replica has an API server, and an abort works only at the one that has
-        # the request.
-        options["api_server_count"] = 1
+    if config.data_parallel_size > 1 or config.api_server_count > 1:
+        options["api_server_count"] = config.api_server_count  # by default one for each replica
     if config.enable_sleep:
         options["enable_sleep_mode"] = True
     if tells_experts:
@@ -144,6 +143,8 @@ def sglang_launch(
         options["tp_size"] = config.tensor_parallel_size
     if config.data_parallel_size > 1:
         options["dp_size"] = config.data_parallel_size
+    if config.api_server_count > 1:
+        options["tokenizer_worker_num"] = config.api_server_count
     if tells_experts:
         options["enable_return_routed_experts"] = True
     if config.enable_sleep:

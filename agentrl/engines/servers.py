@@ -93,8 +93,10 @@ def _engine(
     index: int,
 ) -> RemoteEngine:
     section = config.engine
-    kind: Callable[..., RemoteEngine] = VLLMEngine if section.kind == "vllm" else SGLangEngine
-    if section.kind == "sglang" and _has_loader(config):
+    kind: Callable[..., RemoteEngine] = SGLangEngine
+    if section.kind == "vllm":
+        kind = partial(VLLMEngine, api_servers=section.api_server_count)
+    elif _has_loader(config):
         kind = partial(SGLangEngine, has_loader=True)
     if section.router_url is not None:
         kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))

@@ -48,7 +48,7 @@ def install_plugin(folder: Path) -> Path:
 
 
 class VLLMEngine(RemoteEngine):
-    """One vLLM server; see `RemoteEngine`."""
+    """One vLLM server; see `RemoteEngine`. `api_servers` is how many of its processes answer."""
 
     token_route = VLLMTokens
     metric_names = MetricNames(
@@ -59,7 +59,10 @@ class VLLMEngine(RemoteEngine):
         counts_preemptions="vllm:num_preemptions_total",
     )
 
-    _adapters = 0
+    def __init__(self, *, api_servers: int = 1, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._api_servers = api_servers
+        self._adapters = 0
 
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
@@ -159,6 +162,10 @@ class VLLMEngine(RemoteEngine):
         await self._client.post("/update_weights", {"update_info": info})
 
     async def _abort(self, request_id: str) -> None:
+        if self._api_servers > 1:
+            # Only the one that has the request could end it, and none can be chosen. That one ends
+            # it by itself, since its connection is closed.
+            return
         body = {"request_ids": [ID_PREFIX + request_id]}
         await self._client.post("/abort_requests", body, repeatable=True)
 

@@ -6,7 +6,7 @@ episodes run in the engine's process with the same options. Every round has prom
 that nothing is cached before it. Rates are sampled tokens per second, medians over rounds.
 
     python benchmarks/gpu/rollout.py --engine vllm [--shape qwen2.5-1.5b] [--python PYTHON]
-        [--processes 1 4] [--json]
+        [--processes 1 4] [--api-servers 4] [--json]
 """
 
 from __future__ import annotations
@@ -174,6 +174,9 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, nargs="+", default=[1, 4], help="values of rollout.num_processes"
     )
+    parser.add_argument(
+        "--api-servers", type=int, default=4, help="engine.api_server_count of the server"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     workload = Workload(**json.loads(arguments.workload))
@@ -183,6 +186,7 @@ def main() -> None:
             "python": arguments.python,
             "max_num_seqs": workload.episodes,
             "max_model_len": workload.max_model_len,
+            "api_server_count": arguments.api_servers,
         }
         if arguments.options:
             engine["extra"] = tomllib.loads(arguments.options.read_text())
@@ -198,8 +202,17 @@ def main() -> None:
             through_agentrl(config, workload, folder, arguments.rounds, arguments.processes)
         )
         bare = in_process(config, workload, folder, arguments.rounds)
-    result = {**card(), "engine": arguments.engine, "shape": arguments.shape, "processes": {}}
-    print(f"{arguments.engine}, {arguments.shape}, {result['card']}")
+    result = {
+        **card(),
+        "engine": arguments.engine,
+        "shape": arguments.shape,
+        "api_servers": arguments.api_servers,
+        "processes": {},
+    }
+    print(
+        f"{arguments.engine}, {arguments.shape}, {arguments.api_servers} API servers, "
+        f"{result['card']}"
+    )
     print(
         f"{'processes':>10}{'log-probabilities':>20}{'agentrl tok/s':>16}{'in process':>14}"
         f"{'ratio':>8}{'hits':>8}"
