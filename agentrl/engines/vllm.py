@@ -38,7 +38,7 @@ def install_plugin(folder: Path) -> Path:
     vLLM finds plugins by the entry points of distributions. The server may run in an environment
     without agentrl, so a package of few files and its metadata are put where only the server looks.
     """
-    install_code(folder, PLUGIN, "vllm_plugin.py")
+    install_code(folder, PLUGIN, "vllm_plugin.py", "vllm_outputs.py")
     metadata = folder / f"{PLUGIN}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 from .in_place import InPlaceUpdates
+from .vllm_outputs import hold_outputs
 
 logger = init_logger("vllm.agentrl")
 
@@ -50,6 +51,7 @@ def register() -> None:
     """What vLLM calls in each of its processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, WeightEngine)
+        hold_outputs()
     if current_platform.is_cpu():
         _wait_without_spinning()
 

@@ -101,8 +101,10 @@ async def measure(call: dict[str, Any]) -> dict[str, Any]:
     for seed in range(call["rounds"] + 1):
         for logprobs in call["logprobs"]:
             found = await rate(sample, workload, 1000 + 2 * seed + logprobs, logprobs)
+            name = "with" if logprobs else "without"
+            print(f"in process, {name} log-probabilities: {found:,.0f} tok/s", file=sys.stderr)
             if seed > 0:
-                rates.setdefault("with" if logprobs else "without", []).append(found)
+                rates.setdefault(name, []).append(found)
     close()
     return {"tokens_per_second": rates}
 

@@ -175,7 +175,7 @@ def main() -> None:
         "--processes", type=int, nargs="+", default=[1, 4], help="values of rollout.num_processes"
     )
     parser.add_argument(
-        "--api-servers", type=int, default=4, help="engine.api_server_count of the server"
+        "--api-servers", type=int, default=1, help="engine.api_server_count of the server"
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()

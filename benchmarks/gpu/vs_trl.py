@@ -21,8 +21,7 @@ pass. It asks for the log-probability of every sampled token, which cannot be tu
 asks on its default share of the episodes. TRL's weights, gradients and moments are float32, and it
 computes in bfloat16 under autocast, which is its default; with `--trl-weights bfloat16` all of them
 are bfloat16, which is faster and keeps no small update. agentrl computes with bfloat16 weights and
-steps float32 ones beside them. Its vLLM is a server (`engine.api_server_count` 4) and its weights
-travel by CUDA IPC. On both
+steps float32 ones beside them. Its vLLM is a server and its weights travel by CUDA IPC. On both
 sides the learner stays on the GPU while vLLM samples; with `--offload` agentrl's waits in host
 memory meanwhile, which is its default and nothing that TRL can do. It computes a prompt once for
 its group, `--max-tokens-per-gpu` tokens at a time.
@@ -102,7 +101,6 @@ def agentrl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[
             "gpu_memory_utilization": arguments.memory_share,
             "max_num_batched_tokens": VLLM_TOKENS,
         }
-        engine["api_server_count"] = 4
         if arguments.sleep:
             engine |= {"enable_sleep": True, "sleep_level": 2}
             train["offload_for_rollouts"] = arguments.offload

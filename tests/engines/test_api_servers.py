@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from agentrl.config import Config, EngineConfig
 from agentrl.engines.launch import sglang_launch, vllm_launch
+from agentrl.engines.pool import EnginePool
 from agentrl.engines.remote import RemoteEngine
 from agentrl.types import SamplingParams
 
@@ -57,6 +58,23 @@ async def until_sampling(engine: RemoteEngine, expected: bool) -> None:
     raise AssertionError(f"the server never said that it samples: {expected}")
 
 
+async def given_up_requests_end(pool: EnginePool) -> None:
+    """At whichever process has them."""
+    (engine,) = pool.engines
+    engine.stats()
+    endless = SamplingParams(400, min_new_tokens=400, temperature=2.0)
+    calls = [asyncio.create_task(pool.generate(PROMPT, endless)) for _ in range(16)]
+    await until_sampling(engine, True)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await until_sampling(engine, False)
+    assert engine.stats()["cancelled_requests"] == 16
+    await pool.pause("wait")
+    await pool.resume()
+    assert len((await pool.generate(PROMPT, SamplingParams(4))).token_ids) == 4
+
+
 @pytest.mark.parametrize("kind", REAL)
 async def test_several_processes_answer_and_weights_change_under_all_of_them(
     kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
@@ -86,24 +104,7 @@ async def test_several_processes_answer_and_weights_change_under_all_of_them(
         assert {each[0] for each in versions} >= {1}
         assert {each[-1] for each in versions} >= {2}
 
-
-@pytest.mark.parametrize("kind", REAL)
-async def test_a_request_that_is_given_up_ends_at_whichever_process_has_it(
-    kind: str, model_folder: Path, tmp_path: Path
-) -> None:
-    async with running(kind, model_folder, tmp_path, api_server_count=2) as pool:
-        (engine,) = pool.engines
-        endless = SamplingParams(400, min_new_tokens=400, temperature=2.0)
-        calls = [asyncio.create_task(pool.generate(PROMPT, endless)) for _ in range(16)]
-        await until_sampling(engine, True)
-        for call in calls:
-            call.cancel()
-        await asyncio.wait(calls)
-        await until_sampling(engine, False)
-        assert engine.stats()["cancelled_requests"] == 16
-        await pool.pause("wait")
-        await pool.resume()
-        assert len((await pool.generate(PROMPT, SamplingParams(4))).token_ids) == 4
+        await given_up_requests_end(pool)
 
 
 @pytest.mark.parametrize("count", [1, 3])

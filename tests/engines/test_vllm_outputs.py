@@ -1,0 +1,56 @@
+"""What vLLM's engine holds until a request ends: nothing is lost, late or of another version."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines.conftest import EngineUnderTest, python_of
+from engines.tiny import logprobs_R
+
+from agentrl.engines.vllm import install_plugin
+from agentrl.types import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+PROGRAM = Path(__file__).with_name("held_outputs_program.py")
+real = pytest.mark.parametrize("served", ["vllm"], indirect=True)
+
+
+def test_random_steps_are_told_as_they_were_and_in_fewer_pieces(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [python_of("vllm"), PROGRAM, "0", "1", "2"],
+        env=os.environ | {"PYTHONPATH": str(install_plugin(tmp_path / "plugin"))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in done.stdout.splitlines()[-3:]:
+        told, sent = (int(word) for word in line.split())
+        assert told < sent / 2
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@real
+async def test_a_pause_tells_the_tokens_so_far(served: EngineUnderTest) -> None:
+    """Aborted in the middle of what is held, with every log-probability."""
+    engine = served.engine
+    params = SamplingParams(400)
+    await asyncio.gather(*(engine.generate([5, 6, 7 + i], SamplingParams(4)) for i in range(8)))
+    calls = [asyncio.create_task(engine.generate([5, 6, 7 + i], params)) for i in range(8)]
+    await asyncio.sleep(0.3)
+    await engine.pause("abort")
+    results = [await call for call in calls]
+    await engine.resume()
+    assert {result.finish_reason for result in results} == {"abort"}
+    counts = [len(result.token_ids) for result in results]
+    assert min(counts) > 1, "the machine is too slow for this test"
+    for i, result in enumerate(results):
+        assert result.logprobs is not None
+        own = logprobs_R(served.model, [5, 6, 7 + i], result.token_ids.tolist())
+        np.testing.assert_allclose(result.logprobs, own, atol=1e-3)
