@@ -107,6 +107,9 @@ class Engine(ABC):
     async def update_weights(self, source: WeightSource) -> None:
         """Replace the weights, drop every cached prefix, then report `source.version`."""
 
+    async def weights_will_change(self) -> None:
+        """Draw no longer from the last `WeightSource`: the learner's tensors change from now on."""
+
     async def flush_cache(self) -> None:
         """Forget every cached prefix."""
 

@@ -69,7 +69,10 @@ class EnginePool(Engine):
         self._newest: WeightSource | None = None
         self._updating = asyncio.Lock()
         self._reviving: dict[RemoteEngine, asyncio.Task[None]] = {}
-        self._revival_ended = asyncio.Event()
+        self._update_comes = False
+        """Whether the learner makes new weights, which surely come."""
+        self._engines_changed = asyncio.Event()
+        """Set, and replaced, when a request that found no engine may look again."""
         self._watchers: list[asyncio.Task[None]] = []
         self.version_listeners: list[Callable[[int], None]] = []
         """Told of each version when all engines sample from it."""
@@ -157,11 +160,11 @@ class EnginePool(Engine):
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Pause every engine."""
-        await asyncio.gather(*(engine.pause(mode) for engine in self._living()))
+        await asyncio.gather(*(engine.pause(mode) for engine in await self._living()))
 
     async def resume(self) -> None:
         """Resume every engine."""
-        await asyncio.gather(*(engine.resume() for engine in self._living()))
+        await asyncio.gather(*(engine.resume() for engine in await self._living()))
 
     async def update_weights(self, source: WeightSource) -> None:
         """Bring new weights into every living engine; see `weight_update`.
@@ -172,23 +175,36 @@ class EnginePool(Engine):
         if (padding := self._padding) is not None:
             draw = source.named_weights
             source = replace(source, named_weights=lambda: padding.weights(draw()))
-        async with self._updating:
-            await update_weights(self._living(), source, self._transport, self._update)
-            self._newest = source
+        try:
+            await self._living()
+            async with self._updating:
+                living = self._alive()  # one that came back meanwhile is among them
+                await update_weights(living, source, self._transport, self._update)
+                self._newest = source
+        finally:
+            self._update_comes = False
+            self._let_requests_look()
         for tell in self.version_listeners:
             tell(source.version)
 
+    async def weights_will_change(self) -> None:
+        """A server that starts again from now on waits for the next update, and requests for it."""
+        self._update_comes = True
+        async with self._updating:
+            if self._newest is not None:
+                self._newest = replace(self._newest, live=False)
+
     async def flush_cache(self) -> None:
         """Forget every cached prefix."""
-        await asyncio.gather(*(engine.flush_cache() for engine in self._living()))
+        await asyncio.gather(*(engine.flush_cache() for engine in await self._living()))
 
     async def sleep(self, level: int = 1) -> None:
         """Give device memory back everywhere."""
-        await asyncio.gather(*(engine.sleep(level) for engine in self._living()))
+        await asyncio.gather(*(engine.sleep(level) for engine in await self._living()))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take device memory again everywhere."""
-        await asyncio.gather(*(engine.wake(tags) for engine in self._living()))
+        await asyncio.gather(*(engine.wake(tags) for engine in await self._living()))
 
     def stats(self) -> Mapping[str, float]:
         """Metrics over all engines since the last call, as if they were one."""
@@ -201,16 +217,21 @@ class EnginePool(Engine):
             *(engine.refresh_stats() for engine in self.engines if not engine.dead)
         )
 
-    def _living(self) -> list[RemoteEngine]:
-        living = [e for e in self.engines if not e.dead and e not in self._reviving]
-        if not living:
-            raise EngineError("no engine is alive: see the logs in the run's folder `engines`")
+    async def _living(self) -> list[RemoteEngine]:
+        """The engines that live; where none does, those that are brought back first."""
+        while not (living := self._alive()):
+            if not self._awaited():
+                raise EngineError("no engine is alive: see the logs in the run's folder `engines`")
+            await self._engines_changed.wait()
         return living
+
+    def _alive(self) -> list[RemoteEngine]:
+        return [e for e in self.engines if not e.dead and e not in self._reviving]
 
     async def settled(self) -> None:
         """Wait until no dead engine is being replaced."""
         while self._awaited():
-            await self._revival_ended.wait()
+            await self._engines_changed.wait()
 
     def _serves(self, engine: RemoteEngine) -> bool:
         return not engine.dead and engine not in self._reviving and engine.condemned is None
@@ -224,10 +245,14 @@ class EnginePool(Engine):
         ]
 
     async def _wait_for_an_engine(self) -> None:
-        if not self._awaited():
+        if not self._awaited() and not self._update_comes:
             reasons = {engine.condemned or "its server has died" for engine in self.engines}
             raise EngineError(f"no engine takes requests: {'; '.join(sorted(reasons))}")
-        await self._revival_ended.wait()
+        await self._engines_changed.wait()
+
+    def _let_requests_look(self) -> None:
+        changed, self._engines_changed = self._engines_changed, asyncio.Event()
+        changed.set()
 
     async def _watch(self, engine: RemoteEngine) -> None:
         """Start `engine` again whenever its server dies."""
@@ -243,23 +268,26 @@ class EnginePool(Engine):
             except EngineError as error:
                 logger.error("%s was not brought back: %s", engine.label, error)
             finally:
-                del self._reviving[engine]
-                ended, self._revival_ended = self._revival_ended, asyncio.Event()
-                ended.set()
+                self._reviving.pop(engine, None)
+                self._let_requests_look()
 
     async def _revive(self, engine: RemoteEngine) -> None:
         await engine.restart()
         async with self._updating:
-            if self._newest is None:
-                await engine.set_version(0)
-                await engine.resume()
-                return
-            version = self._newest.version
-            transport = self._transport
-            if isinstance(transport, DiskTransport | AdapterTransport) and transport.newest:
-                loading = transport.load_newest(engine)
-                await replace_weights([engine], loading, version, self._update)
-            elif self._newest.live:
-                await update_weights([engine], self._newest, self._transport, self._update)
-            else:
-                logger.warning("%s lives again and waits for the next weights", engine.label)
+            await self._bring_newest(engine)
+            del self._reviving[engine]  # before an update that waits for the lock looks
+
+    async def _bring_newest(self, engine: RemoteEngine) -> None:
+        if self._newest is None:
+            await engine.set_version(0)
+            await engine.resume()
+            return
+        version = self._newest.version
+        transport = self._transport
+        if isinstance(transport, DiskTransport | AdapterTransport) and transport.newest:
+            loading = transport.load_newest(engine)
+            await replace_weights([engine], loading, version, self._update)
+        elif self._newest.live:
+            await update_weights([engine], self._newest, self._transport, self._update)
+        else:
+            logger.warning("%s lives again and waits for the next weights", engine.label)

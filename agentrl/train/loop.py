@@ -256,6 +256,7 @@ class TrainingRun:
     async def _update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Train on a batch; beside the event loop where rollouts go on meanwhile."""
         arguments = (self._learner, trajectories, self._config)
+        await self._sampler.engine.weights_will_change()
         if self._ahead is None:
             return policy_update(*arguments, step=self._state.step)
         return await asyncio.to_thread(policy_update, *arguments, step=self._state.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from engines.conftest import REAL, server_config
 from engines.interrupted import AfterOneBucket
 from engines.tiny import greedy, source_of
@@ -146,6 +147,71 @@ async def test_an_engine_whose_weights_cannot_be_drawn_again_waits_for_the_next_
         await pool.update_weights(source_of(models[0], 2))
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_server_that_comes_back_while_the_learner_steps_waits_for_whole_weights(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(kind, model_folder, tmp_path) as pool:
+        drawn = 0
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal drawn
+            drawn += 1
+            yield from models[1].named_parameters()
+
+        await pool.update_weights(WeightSource(weights, version=1, live=True))
+        await pool.weights_will_change()
+        kill(pool.engines[0])
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await asyncio.wait_for(pool.settled(), 60)
+        waiting = asyncio.create_task(pool.generate(PROMPT, GREEDY))
+        await asyncio.sleep(0.2)
+        assert drawn == 1
+        assert not waiting.done()
+        await pool.update_weights(source_of(models[0], 2, live=True))
+        result = await waiting
+        assert result.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_update_waits_for_the_only_server_to_come_back(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(kind, model_folder, tmp_path) as pool:
+        await pool.update_weights(source_of(models[0], 1, live=True))
+        (engine,) = pool.engines
+        assert engine.server is not None
+        died = engine.server.died
+        kill(engine)
+        await asyncio.wait_for(died.wait(), 30)
+        await asyncio.wait_for(pool.update_weights(source_of(models[1], 2, live=True)), 60)
+        result = await pool.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_update_that_meets_a_server_just_brought_back_reaches_it(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    """It waits for the lock that the one brought back still holds."""
+    async with running(kind, model_folder, tmp_path, num_engines=2) as pool:
+        met = asyncio.Event()
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            met.set()
+            yield from models[0].named_parameters()
+
+        await pool.update_weights(WeightSource(weights, version=1, live=True))
+        met.clear()
+        kill(pool.engines[0])
+        await asyncio.wait_for(met.wait(), 60)  # it is given the weights again
+        await pool.update_weights(source_of(models[1], 2, live=True))
+        await pool.settled()
+        assert [engine.weight_version for engine in pool.engines] == [2, 2]
 
 
 @pytest.mark.parametrize("kind", FAKES)
