@@ -93,6 +93,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._memory_device = memory_device
         self._incarnation = 0
         self._version = 0
+        self._takes_labels = True
+        """Whether the server knows versions, as far as it has said."""
         self._adapter: str | None = None
         """What the server calls the LoRA adapter that is sampled with, if there is one."""
         self._asleep: set[str] = set()
@@ -381,11 +383,14 @@ class RemoteEngine(Engine, UpdatableEngine):
 
     async def _label_tokens(self, body: Mapping[str, Any]) -> None:
         """Tell the server the version to report, where it knows versions."""
+        if not self._takes_labels:
+            return
         try:
             await self._client.post("/update_weight_version", body, repeatable=True)
         except RequestRefusedError as error:
             if error.status != httpx.codes.NOT_FOUND:
                 raise
+            self._takes_labels = False
 
     @property
     def _client(self) -> EngineClient:
@@ -404,6 +409,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         if self.server is not None:
             self._url = self.server.url
         self._incarnation += 1
+        self._takes_labels = True
         self._connection = self._make_client(self._url)
 
     def _make_client(self, url: str) -> EngineClient:

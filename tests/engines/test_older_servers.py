@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from engines.conftest import server_config
 from engines.tiny import source_of
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from agentrl.engines.base import Engine
 from agentrl.engines.factory import make_engine
 from agentrl.engines.installed import vllm_knows_option
+from agentrl.engines.pool import EnginePool
 from agentrl.errors import EngineError
 from agentrl.types import SamplingParams
 
@@ -66,6 +68,21 @@ async def test_a_request_is_not_held_over_an_update_that_nobody_could_place(
         assert (await running).finish_reason == "length"
         again = await engine.generate(PROMPT, SamplingParams(3))
     assert again.weight_versions.tolist() == [1, 1, 1]
+
+
+@KINDS
+async def test_a_server_that_knows_no_versions_is_told_one_only_once(
+    kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with old_server(kind, model_folder, tmp_path, "wait") as pool:
+        assert isinstance(pool, EnginePool)
+        for version in (1, 2):
+            await pool.update_weights(source_of(models[1], version))
+        (engine,) = pool.engines
+        assert engine.server is not None
+        async with httpx.AsyncClient() as client:
+            asked = (await client.get(f"{engine.server.url}/fake/requests")).json()
+        assert asked.count("/update_weight_version") == 1
 
 
 def test_options_are_read_out_of_the_engine_s_own_files(tmp_path: Path) -> None:
