@@ -69,6 +69,7 @@ class EnginePool(Engine):
         self._newest: WeightSource | None = None
         self._updating = asyncio.Lock()
         self._reviving: dict[RemoteEngine, asyncio.Task[None]] = {}
+        self._closed = False
         self._update_comes = False
         """Whether the learner makes new weights, which surely come."""
         self._engines_changed = asyncio.Event()
@@ -104,7 +105,9 @@ class EnginePool(Engine):
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
 
     async def close(self) -> None:
-        """End every engine, also one that is being started again."""
+        """End every engine, also one that is being started again; whoever waits gets an error."""
+        self._closed = True
+        self._let_requests_look()
         for task in (*self._watchers, *self._reviving.values()):
             task.cancel()
         await asyncio.gather(*self._watchers, *self._reviving.values(), return_exceptions=True)
@@ -176,16 +179,22 @@ class EnginePool(Engine):
             draw = source.named_weights
             source = replace(source, named_weights=lambda: padding.weights(draw()))
         try:
-            await self._living()
-            async with self._updating:
-                living = self._alive()  # one that came back meanwhile is among them
-                await update_weights(living, source, self._transport, self._update)
-                self._newest = source
+            await self._update_living(source)
         finally:
             self._update_comes = False
             self._let_requests_look()
         for tell in self.version_listeners:
             tell(source.version)
+
+    async def _update_living(self, source: WeightSource) -> None:
+        while True:
+            await self._living()
+            async with self._updating:
+                # Those of now: one may have come back, and others died, until the lock was free.
+                if living := self._alive():
+                    await update_weights(living, source, self._transport, self._update)
+                    self._newest = source
+                    return
 
     async def weights_will_change(self) -> None:
         """A server that starts again from now on waits for the next update, and requests for it."""
@@ -220,7 +229,7 @@ class EnginePool(Engine):
     async def _living(self) -> list[RemoteEngine]:
         """The engines that live; where none does, those that are brought back first."""
         while not (living := self._alive()):
-            if not self._awaited():
+            if self._closed or not self._awaited():
                 raise EngineError("no engine is alive: see the logs in the run's folder `engines`")
             await self._engines_changed.wait()
         return living
@@ -245,7 +254,7 @@ class EnginePool(Engine):
         ]
 
     async def _wait_for_an_engine(self) -> None:
-        if not self._awaited() and not self._update_comes:
+        if self._closed or not (self._awaited() or self._update_comes):
             reasons = {engine.condemned or "its server has died" for engine in self.engines}
             raise EngineError(f"no engine takes requests: {'; '.join(sorted(reasons))}")
         await self._engines_changed.wait()
@@ -265,7 +274,7 @@ class EnginePool(Engine):
             self._reviving[engine] = revival
             try:
                 await revival
-            except EngineError as error:
+            except Exception as error:  # noqa: BLE001 (of whatever draws weights and starts processes)
                 logger.error("%s was not brought back: %s", engine.label, error)
             finally:
                 self._reviving.pop(engine, None)

@@ -363,8 +363,8 @@ class RemoteEngine(Engine, UpdatableEngine):
             self._stats.record_server(prometheus.parse(text))
 
     @abstractmethod
-    async def _abort(self, request_id: str) -> None:
-        """End one request on the server."""
+    async def _abort(self, request_id: str) -> bool:
+        """End one request on the server; whether it has confirmed that."""
 
     @abstractmethod
     async def _pause(self, mode: PauseMode) -> None: ...
@@ -447,9 +447,9 @@ class RemoteEngine(Engine, UpdatableEngine):
     async def _try_abort(self, request_id: str) -> None:
         try:
             async with asyncio.timeout(ABORT_SECONDS):
-                await self._abort(request_id)
+                confirmed = await self._abort(request_id)
         except (EngineError, TimeoutError) as error:
             logger.debug("request %s was not aborted: %s", request_id, error)
             return
         if request_id in self._strays:  # else the server was started again meanwhile
-            self._strays[request_id] = True
+            self._strays[request_id] = confirmed

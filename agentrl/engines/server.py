@@ -110,7 +110,7 @@ class EngineServer:
         self._answered = False
         self._log_start = 0
         self.died = asyncio.Event()
-        """Set when the process ended without being asked to."""
+        """Set when the process ended without being asked to, or did not start."""
 
     @property
     def pid(self) -> int | None:
@@ -163,6 +163,7 @@ class EngineServer:
             await self._wait_for_health()
         except BaseException:
             await self.stop()
+            self.died.set()
             raise
 
     async def stop(self) -> None:

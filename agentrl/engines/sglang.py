@@ -177,8 +177,9 @@ class SGLangEngine(RemoteEngine):
         }
         await self._client.post("/update_weights_from_tensor", body)
 
-    async def _abort(self, request_id: str) -> None:
+    async def _abort(self, request_id: str) -> bool:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)
+        return True
 
     async def _pause(self, mode: PauseMode) -> None:
         # Held requests give their cache back, so that it can be flushed; under `wait` there are

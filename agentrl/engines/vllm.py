@@ -161,13 +161,14 @@ class VLLMEngine(RemoteEngine):
         }
         await self._client.post("/update_weights", {"update_info": info})
 
-    async def _abort(self, request_id: str) -> None:
+    async def _abort(self, request_id: str) -> bool:
         if self._api_servers > 1:
             # Only the one that has the request could end it, and none can be chosen. That one ends
-            # it by itself, since its connection is closed.
-            return
+            # it by itself, since its connection is closed, but says nothing.
+            return False
         body = {"request_ids": [ID_PREFIX + request_id]}
         await self._client.post("/abort_requests", body, repeatable=True)
+        return True
 
     async def _pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause", params={"mode": mode, "clear_cache": "false"})

@@ -4,7 +4,8 @@ After each step vLLM tells its API servers one token of every request, log-proba
 arrays. They wait for the end of a request that is not streamed, but packing, sending and unpacking
 take more of a step than a GPU needs for a small model. Here tokens are held until the request ends
 or is ended, the weights change their version, somebody is answered (a pause, a sleep), or `STEPS`
-steps have passed. Nothing is told in another order, and nothing is lost.
+steps have passed. Nothing is told in another order, and nothing is lost but to a client that ends
+its own request (`/abort_requests`): it gets what was told until then.
 
 It is copied beside `vllm_plugin.py`, and may import numpy and vLLM alone.
 """
@@ -61,6 +62,36 @@ def _holding(run_busy_loop: Any) -> Any:
     return run
 
 
+class _Entry:
+    """What is held of one request."""
+
+    __slots__ = ("logprobs", "output", "request", "tokens")
+
+    def __init__(self, output: EngineCoreOutput, request: Any) -> None:
+        self.output, self.request = output, request
+        self.tokens = list(output.new_token_ids)
+        self.logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
+
+    def fits(self, output: EngineCoreOutput) -> bool:
+        """Whether log-probabilities can be joined: their columns are those of the whole batch."""
+        more = output.new_logprobs
+        if more is None:
+            return not (self.logprobs and output.new_token_ids)
+        return bool(self.logprobs) and self.logprobs[-1][1].shape[1:] == more[1].shape[1:]
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Hold one more, which fits."""
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+
+    def whole(self) -> EngineCoreOutput:
+        """All as one output."""
+        self.output.new_token_ids = self.tokens
+        self.output.new_logprobs = _joined(self.logprobs)
+        return self.output
+
+
 class HeldOutputs:
     """Stands before the queue of what an engine tells its clients.
 
@@ -72,8 +103,8 @@ class HeldOutputs:
     def __init__(self, queue: Any, requests: dict[str, Any]) -> None:
         self._queue = queue
         self._requests = requests
-        self._held: dict[int, dict[str, EngineCoreOutput]] = {}
-        """By client and request; their token ids, and lists of log-probabilities, grow."""
+        self._held: dict[int, dict[str, _Entry]] = {}
+        """By client and request."""
         self._steps: dict[int, int] = {}
         self._version: str | None = None
         self._lock = threading.Lock()
@@ -84,70 +115,63 @@ class HeldOutputs:
     def put_nowait(self, item: tuple[int, EngineCoreOutputs] | bytes) -> None:
         """Tell a client something, or keep it for later."""
         with self._lock:
-            if isinstance(item, bytes):  # the engine is dead
-                self._tell_all()
-                self._queue.put_nowait(item)
+            if isinstance(item, bytes):  # the engine is dead: its last word is told in any case
+                try:
+                    self._tell_all()
+                finally:
+                    self._queue.put_nowait(item)
                 return
             client, outputs = item
-            version = getattr(outputs, "weight_version", None)
-            if version is not None and version != self._version:
-                self._tell_all()
-                self._version = version
+            self._note_version(outputs)
             if outputs.utility_output is not None:
                 self._tell_all()
             if outputs.outputs:
+                outputs.outputs = [
+                    told for output in outputs.outputs for told in self._told(client, output)
+                ]
                 self._steps[client] = self._steps.get(client, 0) + 1
-                if self._steps[client] < STEPS:
-                    outputs.outputs = [out for out in outputs.outputs if self._tells(client, out)]
-                else:
+                if self._steps[client] == STEPS:
                     self._steps[client] = 0
-                    told = [out for out in outputs.outputs if self._complete(client, out)]
-                    outputs.outputs = told + self._take(client)
+                    outputs.outputs += self._take(client)
             if outputs.outputs or not _same(_more_than_outputs(outputs), _NOTHING):
                 self._queue.put_nowait((client, outputs))
 
-    def _tells(self, client: int, output: EngineCoreOutput) -> bool:
-        """Hold an output if nobody waits for it; otherwise give it what was held before it."""
+    def _note_version(self, outputs: EngineCoreOutputs) -> None:
+        """Tell what is held of another version. Ends by a pause bring none: theirs is the last."""
+        version = getattr(outputs, "weight_version", None)
+        if version != self._version and outputs.outputs:
+            self._tell_all()
+        if version is not None:
+            self._version = version
+
+    def _told(self, client: int, output: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """What is told now that a request has this output, together with what was held before."""
         held = self._held.setdefault(client, {})
-        entry = held.get(output.request_id)
-        if not _same(_more_than_tokens(output), _NO_MORE):
-            return self._complete(client, output)
-        if entry is not None:
-            entry.new_token_ids.extend(output.new_token_ids)
-            if output.new_logprobs is not None:
-                entry.new_logprobs.append(output.new_logprobs)
-            return False
-        if not self._ends_whole(output.request_id):
-            return True
-        output.new_token_ids = list(output.new_token_ids)
-        output.new_logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
-        held[output.request_id] = output
-        return False
-
-    def _ends_whole(self, request_id: str) -> bool:
-        """Whether a request's client looks at nothing before its end."""
-        request = self._requests.get(request_id)
-        params = None if request is None else request.sampling_params
-        if params is None or params.stop:  # the client looks for strings to stop at
-            return False
-        return params.output_kind == RequestOutputKind.FINAL_ONLY
-
-    def _complete(self, client: int, output: EngineCoreOutput) -> bool:
-        """Put what was held before it into an output; True."""
-        entry = self._held.get(client, {}).pop(output.request_id, None)
-        if entry is not None:
-            if output.new_logprobs is not None:
-                entry.new_logprobs.append(output.new_logprobs)
-            output.new_token_ids = entry.new_token_ids + output.new_token_ids
-            output.new_logprobs = _joined(entry.new_logprobs)
-        return True
+        name = output.request_id
+        entry, request = held.pop(name, None), self._requests.get(name)
+        if entry is not None and request is not None and entry.request is not request:
+            entry = None  # that request was given up, and another has its id
+        is_plain = _same(_more_than_tokens(output), _NO_MORE)
+        if entry is None:
+            if not is_plain or not _ends_whole(request):
+                return [output]
+            held[name] = _Entry(output, request)
+            return []
+        if not entry.fits(output):
+            if not is_plain:
+                return [entry.whole(), output]
+            held[name] = _Entry(output, request)
+            return [entry.whole()]
+        entry.add(output)
+        if is_plain:
+            held[name] = entry
+            return []
+        output.new_token_ids, output.new_logprobs = entry.tokens, _joined(entry.logprobs)
+        return [output]
 
     def _take(self, client: int) -> list[EngineCoreOutput]:
         """What is held for a client, no longer held."""
-        outputs = list(self._held.pop(client, {}).values())
-        for output in outputs:
-            output.new_logprobs = _joined(output.new_logprobs)
-        return outputs
+        return [entry.whole() for entry in self._held.pop(client, {}).values()]
 
     def _tell_all(self) -> None:
         for client in list(self._held):
@@ -156,6 +180,14 @@ class HeldOutputs:
                 if self._version is not None:
                     outputs.weight_version = self._version
                 self._queue.put_nowait((client, outputs))
+
+
+def _ends_whole(request: Any) -> bool:
+    """Whether a request's client looks at nothing before its end."""
+    params = None if request is None else request.sampling_params
+    if params is None or params.stop:  # the client looks for strings to stop at
+        return False
+    return params.output_kind == RequestOutputKind.FINAL_ONLY
 
 
 def _same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

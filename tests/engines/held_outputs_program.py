@@ -5,6 +5,7 @@ Fails where what is told differs; prints how many outputs were told of how many,
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import sys
@@ -22,9 +23,9 @@ VERSIONS = "weight_version" in EngineCoreOutputs.__struct_fields__
 Row = tuple[int, float, int]
 
 
-def logprobs_of(tokens: list[int]) -> LogprobsLists:
-    """Values that say whose they are."""
-    ids = np.array([[token] for token in tokens], dtype=np.int32)
+def logprobs_of(tokens: list[int], columns: int) -> LogprobsLists:
+    """Values that say whose they are; as many columns as the whole batch has."""
+    ids = np.repeat(np.array([[token] for token in tokens], dtype=np.int32), columns, axis=1)
     return LogprobsLists(ids, -ids.astype(np.float32), ids[:, 0] + 1, None)
 
 
@@ -86,6 +87,7 @@ class Engine:
 
     def step(self) -> None:
         by_client: dict[int, list[EngineCoreOutput]] = {0: [], 1: []}
+        columns = 6 if self.rng.random() < 0.05 else 1  # somebody asks for five more
         for name, request in list(self.requests.items()):
             if self.rng.random() < 0.3:
                 continue  # waits
@@ -93,7 +95,7 @@ class Engine:
             tokens = [10 * self.number + i for i in range(self.rng.choice([1, 1, 1, 3]))]
             output = EngineCoreOutput(request_id=name, new_token_ids=tokens)
             if request.logprobs:
-                output.new_logprobs = logprobs_of(tokens)
+                output.new_logprobs = logprobs_of(tokens, columns)
             if self.rng.random() < 0.02:
                 output.finish_reason = FinishReason.LENGTH
                 del self.requests[name]  # as the scheduler does before it tells
@@ -101,11 +103,13 @@ class Engine:
         for client, outputs in by_client.items():
             self.tell(client, outputs)
 
-    def tell(self, client: int, outputs: list[EngineCoreOutput]) -> None:
+    def tell(
+        self, client: int, outputs: list[EngineCoreOutput], *, with_version: bool = True
+    ) -> None:
         for output in outputs:
             self.sent.add(output, str(self.version))
         message = EngineCoreOutputs(outputs=outputs)
-        if VERSIONS:
+        if VERSIONS and with_version:
             message.weight_version = str(self.version)
         self.held.put_nowait((client, message))
 
@@ -119,7 +123,8 @@ class Engine:
             client, message = item
             assert client in (0, 1), client
             for output in message.outputs:
-                label = message.weight_version if VERSIONS else str(self.version)
+                # Only the end of a request comes without a version, and then without a token.
+                label = message.weight_version or "none" if VERSIONS else str(self.version)
                 self.told.add(output, label)
 
     def check(self, names: list[str] | set[str]) -> None:
@@ -131,7 +136,7 @@ class Engine:
         if chance < 0.02 and self.requests:  # a pause that aborts
             name = self.rng.choice(list(self.requests))
             end = EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT)
-            self.tell(self.requests.pop(name).client, [end])
+            self.tell(self.requests.pop(name).client, [end], with_version=False)
         elif chance < 0.03 and self.requests:  # its client gave it up: the engine says no more
             self.requests.pop(self.rng.choice(list(self.requests)))
         elif chance < 0.04:
@@ -141,6 +146,28 @@ class Engine:
             self.check(self.names)
         elif chance < 0.06 and VERSIONS:
             self.version += 1
+
+
+def check_an_id_that_is_used_again() -> None:
+    requests: dict[str, SimpleNamespace] = {}
+    told: queue.Queue[tuple[int, EngineCoreOutputs]] = queue.Queue()
+    held = HeldOutputs(told, requests)
+    whole = SimpleNamespace(output_kind=RequestOutputKind.FINAL_ONLY, stop=[])
+    for token in (111, 222):  # the first was given up
+        requests["a"] = SimpleNamespace(sampling_params=whole)
+        held.put_nowait((0, EngineCoreOutputs(outputs=[EngineCoreOutput("a", [token])])))
+    last = EngineCoreOutput("a", [333], finish_reason=FinishReason.LENGTH)
+    held.put_nowait((0, EngineCoreOutputs(outputs=[last])))
+    assert [out.new_token_ids for out in told.get_nowait()[1].outputs] == [[222, 333]]
+
+
+def check_that_death_is_told_in_any_case() -> None:
+    told: queue.Queue[bytes] = queue.Queue()
+    held = HeldOutputs(told, {})
+    held._held[0] = {"a": None}  # type: ignore[dict-item]
+    with contextlib.suppress(AttributeError):
+        held.put_nowait(b"ENGINE_CORE_DEAD")
+    assert told.get_nowait() == b"ENGINE_CORE_DEAD"
 
 
 def main(seed: int) -> None:
@@ -167,5 +194,7 @@ def main(seed: int) -> None:
 
 if __name__ == "__main__":
     agentrl_vllm_plugin.register()
+    check_an_id_that_is_used_again()
+    check_that_death_is_told_in_any_case()
     for word in sys.argv[1:]:
         main(int(word))

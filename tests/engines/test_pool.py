@@ -193,6 +193,74 @@ async def test_an_update_waits_for_the_only_server_to_come_back(
         assert set(result.weight_versions.tolist()) == {2}
 
 
+async def test_whoever_waits_for_weights_gets_an_error_when_the_pool_is_closed(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        await pool.weights_will_change()
+        kill(pool.engines[0])
+        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await asyncio.wait_for(pool.settled(), 60)
+        waiting = asyncio.create_task(pool.generate(PROMPT, GREEDY))
+        await asyncio.sleep(0.1)
+        await pool.close()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(waiting, 10)
+
+
+async def test_an_update_does_not_wait_for_a_server_that_cannot_be_started_again(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path) as pool:
+        (engine,) = pool.engines
+        assert engine.server is not None
+
+        def no_command(port: int) -> list[str]:
+            raise OSError("no space left on device")
+
+        engine.server._command = no_command
+        died = engine.server.died
+        kill(engine)
+        await asyncio.wait_for(died.wait(), 30)
+        with pytest.raises(EngineError, match="no engine is alive"):
+            await asyncio.wait_for(pool.update_weights(source_of(models[1], 1)), 30)
+
+
+async def test_a_server_that_does_not_answer_after_a_restart_is_dead_and_tried_again(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path, num_engines=2) as pool:
+        late, well = pool.engines
+        assert late.server is not None
+        late.server._start_timeout, late.server._health_path = 0.0, "/nothing-here"
+        died = late.server.died
+        kill(late)
+        await asyncio.wait_for(died.wait(), 30)
+        await asyncio.wait_for(pool.settled(), 60)
+        assert late.dead
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        assert (late.weight_version, well.weight_version) == (0, 1)
+
+
+async def test_an_update_that_finds_nobody_alive_when_its_turn_comes_waits(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path) as pool:
+        (engine,) = pool.engines
+        assert engine.server is not None
+        died = engine.server.died
+        async with pool._updating:
+            update = asyncio.create_task(pool.update_weights(source_of(models[1], 1)))
+            await asyncio.sleep(0.1)
+            kill(engine)
+            await asyncio.wait_for(died.wait(), 30)
+        await asyncio.wait_for(update, 60)
+        result = await pool.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {1}
+
+
 @pytest.mark.parametrize("kind", FAKES)
 async def test_an_update_that_meets_a_server_just_brought_back_reaches_it(
     kind: str, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
