@@ -274,8 +274,10 @@ class EnginePool(Engine):
             self._reviving[engine] = revival
             try:
                 await revival
-            except Exception as error:  # noqa: BLE001 (of whatever draws weights and starts processes)
+            except EngineError as error:
                 logger.error("%s was not brought back: %s", engine.label, error)
+            except Exception:  # a watcher that ended would leave whoever waits for it waiting
+                logger.exception("%s was not brought back", engine.label)
             finally:
                 self._reviving.pop(engine, None)
                 self._let_requests_look()

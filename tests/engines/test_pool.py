@@ -55,6 +55,14 @@ def kill(engine: RemoteEngine) -> None:
     psutil.Process(engine.server.pid).children()[0].kill()
 
 
+async def kill_and_wait(engine: RemoteEngine) -> None:
+    """Kill the server, until its engine knows."""
+    assert engine.server is not None
+    died = engine.server.died  # the next server has its own
+    kill(engine)
+    await asyncio.wait_for(died.wait(), 30)
+
+
 def seed_of(engine: RemoteEngine) -> str:
     """The seed on the server's command line."""
     assert engine.server is not None
@@ -117,8 +125,7 @@ async def test_the_others_serve_while_one_engine_is_away(
 ) -> None:
     async with running("fake-vllm", model_folder, tmp_path, num_engines=2) as pool:
         first = await pool.generate(PROMPT, GREEDY, rollout_id="r", group_id="g")
-        kill(pool.engines[0])
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await kill_and_wait(pool.engines[0])
         again = await pool.generate(PROMPT, GREEDY, rollout_id="r", group_id="g")
         assert again.token_ids.tolist() == first.token_ids.tolist()
 
@@ -128,8 +135,7 @@ async def test_an_only_engine_that_dies_is_waited_for(
 ) -> None:
     async with running("fake-sglang", model_folder, tmp_path, transport="disk") as pool:
         await pool.update_weights(source_of(models[1], 3))
-        kill(pool.engines[0])
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await kill_and_wait(pool.engines[0])
         result = await asyncio.wait_for(pool.generate(PROMPT, GREEDY), 120)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
         assert set(result.weight_versions.tolist()) == {3}
@@ -140,8 +146,7 @@ async def test_an_engine_whose_weights_cannot_be_drawn_again_waits_for_the_next_
 ) -> None:
     async with running("fake-vllm", model_folder, tmp_path) as pool:
         await pool.update_weights(source_of(models[1], 1, live=False))
-        kill(pool.engines[0])
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await kill_and_wait(pool.engines[0])
         with pytest.raises(EngineError, match="does not hold the newest weights"):
             await asyncio.wait_for(pool.generate(PROMPT, GREEDY), 120)
         await pool.update_weights(source_of(models[0], 2))
@@ -163,8 +168,7 @@ async def test_a_server_that_comes_back_while_the_learner_steps_waits_for_whole_
 
         await pool.update_weights(WeightSource(weights, version=1, live=True))
         await pool.weights_will_change()
-        kill(pool.engines[0])
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await kill_and_wait(pool.engines[0])
         await asyncio.wait_for(pool.settled(), 60)
         waiting = asyncio.create_task(pool.generate(PROMPT, GREEDY))
         await asyncio.sleep(0.2)
@@ -182,11 +186,7 @@ async def test_an_update_waits_for_the_only_server_to_come_back(
 ) -> None:
     async with running(kind, model_folder, tmp_path) as pool:
         await pool.update_weights(source_of(models[0], 1, live=True))
-        (engine,) = pool.engines
-        assert engine.server is not None
-        died = engine.server.died
-        kill(engine)
-        await asyncio.wait_for(died.wait(), 30)
+        await kill_and_wait(pool.engines[0])
         await asyncio.wait_for(pool.update_weights(source_of(models[1], 2, live=True)), 60)
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
@@ -199,8 +199,7 @@ async def test_whoever_waits_for_weights_gets_an_error_when_the_pool_is_closed(
     async with running("fake-vllm", model_folder, tmp_path) as pool:
         await pool.update_weights(source_of(models[1], 1, live=True))
         await pool.weights_will_change()
-        kill(pool.engines[0])
-        await asyncio.wait_for(pool.engines[0].server.died.wait(), 30)  # type: ignore[union-attr]
+        await kill_and_wait(pool.engines[0])
         await asyncio.wait_for(pool.settled(), 60)
         waiting = asyncio.create_task(pool.generate(PROMPT, GREEDY))
         await asyncio.sleep(0.1)
@@ -220,9 +219,7 @@ async def test_an_update_does_not_wait_for_a_server_that_cannot_be_started_again
             raise OSError("no space left on device")
 
         engine.server._command = no_command
-        died = engine.server.died
-        kill(engine)
-        await asyncio.wait_for(died.wait(), 30)
+        await kill_and_wait(engine)
         with pytest.raises(EngineError, match="no engine is alive"):
             await asyncio.wait_for(pool.update_weights(source_of(models[1], 1)), 30)
 
@@ -234,9 +231,7 @@ async def test_a_server_that_does_not_answer_after_a_restart_is_dead_and_tried_a
         late, well = pool.engines
         assert late.server is not None
         late.server._start_timeout, late.server._health_path = 0.0, "/nothing-here"
-        died = late.server.died
-        kill(late)
-        await asyncio.wait_for(died.wait(), 30)
+        await kill_and_wait(late)
         await asyncio.wait_for(pool.settled(), 60)
         assert late.dead
         await pool.update_weights(source_of(models[1], 1, live=True))
@@ -247,14 +242,10 @@ async def test_an_update_that_finds_nobody_alive_when_its_turn_comes_waits(
     models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
 ) -> None:
     async with running("fake-vllm", model_folder, tmp_path) as pool:
-        (engine,) = pool.engines
-        assert engine.server is not None
-        died = engine.server.died
         async with pool._updating:
             update = asyncio.create_task(pool.update_weights(source_of(models[1], 1)))
             await asyncio.sleep(0.1)
-            kill(engine)
-            await asyncio.wait_for(died.wait(), 30)
+            await kill_and_wait(pool.engines[0])
         await asyncio.wait_for(update, 60)
         result = await pool.generate(PROMPT, GREEDY)
         assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
