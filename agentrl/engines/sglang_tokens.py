@@ -46,8 +46,7 @@ class SGLangTokens(TokenRoute):
             "sampling_params": _sampling_params(params),
             "return_logprob": params.logprobs,
             "logprob_start_len": -1,  # 0 would switch the prefix cache off
-            # Prefixes of other weights have another key: they can never be found by mistake.
-            "extra_key": f"v{permit.version}",
+            "extra_key": permit.cache_salt,
         }
         if permit.place.replica is not None:
             body["routed_dp_rank"] = permit.place.replica
@@ -64,7 +63,7 @@ class SGLangTokens(TokenRoute):
             logprobs=[entry[0] for entry in entries] if entries is not None else None,
             spans=version_spans(meta),
             finish_reason=meta["finish_reason"]["type"],
-            cached_tokens=meta["cached_tokens"],
+            cached_tokens=meta.get("cached_tokens", 0),  # it has none if it was ended in the queue
             routed_experts=read_plain(routes, *experts) if experts and routes else None,
         )
 

@@ -33,6 +33,8 @@ class Permit:
     """Names the engine in messages."""
     version: int
     """Of the weights that the engine held when the request was admitted."""
+    cache_salt: str
+    """Another one with other weights: prefixes are found by requests of the same salt alone."""
     place: Place
     adapter: str | None = None
     """What the server calls the LoRA adapter to sample with."""

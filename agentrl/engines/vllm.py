@@ -8,6 +8,7 @@ log-probabilities, and for every transport but `disk` the plugin of `vllm_plugin
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = ["VLLMEngine", "install_plugin"]
 PLUGIN = "agentrl_vllm_plugin"
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
+RECEIVE_PART = "agentrl_receive_part"
+"""A method that the plugin gives to vLLM's workers."""
 
 
 def install_plugin(folder: Path) -> Path:
@@ -38,7 +41,7 @@ def install_plugin(folder: Path) -> Path:
     vLLM finds plugins by the entry points of distributions. The server may run in an environment
     without agentrl, so a package of few files and its metadata are put where only the server looks.
     """
-    install_code(folder, PLUGIN, "vllm_plugin.py", "vllm_outputs.py")
+    install_code(folder, PLUGIN, "vllm_plugin.py", "vllm_outputs.py", "vllm_cpu.py")
     metadata = folder / f"{PLUGIN}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
@@ -63,6 +66,8 @@ class VLLMEngine(RemoteEngine):
         super().__init__(**settings)
         self._api_servers = api_servers
         self._adapters = 0
+        self._update_of_parts: dict[str, Any] | None = None
+        """The update that has begun, if its parts open and close it."""
 
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
@@ -85,19 +90,24 @@ class VLLMEngine(RemoteEngine):
             with contextlib.suppress(RequestRefusedError):  # it was started again meanwhile
                 await self._client.post("/v1/unload_lora_adapter", {"lora_name": previous})
 
-    async def begin_update(self) -> None:
+    async def begin_update(self, calls: int | None = None) -> None:
         """Open an update; one that a failure left open is thrown away first."""
+        self._update_of_parts = None
+        if calls is not None:
+            self._update_of_parts = {"update": uuid.uuid4().hex, "parts": calls}
+            return
         try:
             await self._client.post("/start_weight_update")
         except RequestRefusedError:
-            nothing = {"names": [], "dtypes": [], "shapes": [], "abandon": True}
+            nothing = {"buckets": [], "abandon": True}
             with contextlib.suppress(RequestRefusedError):  # the plugin's way to close an update
                 await self._client.post("/update_weights", {"update_info": nothing})
             await self._client.post("/start_weight_update")
 
     async def end_update(self) -> None:
-        """Close the update."""
-        await self._client.post("/finish_weight_update", {})
+        """Close the update, unless its last part has done so."""
+        if self._update_of_parts is None:
+            await self._client.post("/finish_weight_update", {})
 
     async def join_group(self, group: GroupAddress, rank_offset: int) -> None:
         """Have every worker join."""
@@ -117,14 +127,14 @@ class VLLMEngine(RemoteEngine):
         info = {"name": name, "leave": True}
         await self._client.post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
-        """Have every worker take part in one broadcast."""
-        await self._receive(specs, {"group": group})
+    async def receive_broadcasts(self, buckets: Sequence[Sequence[TensorSpec]], group: str) -> None:
+        """Have every worker take part in the broadcasts."""
+        await self._receive(buckets, {"group": group})
 
     async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:
         """Have every worker read the buffer, which it opens once."""
         memory = {"name": buffer.name, "handle": share_parts(buffer.flat)}
-        await self._receive(specs, {"memory": memory})
+        await self._receive([specs], {"memory": memory})
 
     async def checksums(self) -> Mapping[str, str]:
         """SHA-256 of each parameter, by worker and name. Layers packed for a CPU count as empty."""
@@ -152,14 +162,25 @@ class VLLMEngine(RemoteEngine):
         if answer is not None and not answer["success"]:
             raise EngineError(f"{self.label} did not drop its prefix cache: update again")
 
-    async def _receive(self, specs: Sequence[TensorSpec], source: Mapping[str, Any]) -> None:
-        info = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            **source,
-        }
-        await self._client.post("/update_weights", {"update_info": info})
+    async def forget_prefixes(self) -> None:
+        """Give requests another salt; flush the cache if some may be held that began before.
+
+        Flushing takes longer the more blocks the cache has, and the server waits for it.
+        """
+        self._salt_anew()
+        if self._paused:
+            await self.flush_cache()
+
+    async def _receive(
+        self, buckets: Sequence[Sequence[TensorSpec]], source: Mapping[str, Any]
+    ) -> None:
+        specs = [[(spec.name, spec.dtype, spec.shape) for spec in specs] for specs in buckets]
+        call: dict[str, Any] = {"update_info": {"buckets": specs, **source}}
+        path = "/update_weights"
+        if self._update_of_parts is not None:
+            path = "/collective_rpc"
+            call = {"method": RECEIVE_PART, "kwargs": call | self._update_of_parts}
+        await self._client.post(path, call, sent=self._read_due_metrics)
 
     async def _abort(self, request_id: str) -> bool:
         if self._api_servers > 1:

@@ -12,7 +12,10 @@ The learner's side is `agentrl.engines.transport`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -34,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerBase
 
 from .in_place import InPlaceUpdates
 from .vllm_outputs import hold_outputs
@@ -43,36 +46,19 @@ logger = init_logger("vllm.agentrl")
 BACKEND = "agentrl"
 OPEN_MEMORIES = 2
 """The shared memories that take turns."""
-WAIT_MS = 2
-"""How long a process sleeps at most before it looks for a message again."""
 
 
 def register() -> None:
     """What vLLM calls in each of its processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, WeightEngine)
+        WorkerBase.agentrl_receive_part = receive_part
         hold_outputs()
     if current_platform.is_cpu():
-        _wait_without_spinning()
+        from . import vllm_cpu  # imports layers, which a process with a GPU may import later
 
-
-def _wait_without_spinning() -> None:
-    """Let processes that wait for each other sleep.
-
-    After each message they look for the next one for a second without a pause. On a CPU that takes
-    the cores from whoever computes, the learner included. They sleep until they are called, but for
-    a moment only: vLLM loses calls, which its looking makes up for.
-    """
-    condition = getattr(shm_broadcast, "SpinCondition", None)
-    if condition is None or condition.__init__.__defaults__ is None:
-        return
-    condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
-    wait = condition.wait
-
-    def wait_a_moment(self: Any, timeout_ms: int | None = None) -> None:
-        wait(self, WAIT_MS if timeout_ms is None else min(timeout_ms, WAIT_MS))
-
-    condition.wait = wait_a_moment
+        vllm_cpu.wait_without_spinning()
+        vllm_cpu.have_tied_heads_follow()
 
 
 @dataclass
@@ -89,23 +75,46 @@ class GroupInfo(WeightTransferInitInfo):
     leave: bool = False
 
 
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket: what is in it, and the group or the memory that it comes through."""
+Specs = list[tuple[str, str, list[int]]]
+"""Name, dtype and shape of each tensor of a bucket."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+
+@dataclass
+class BucketsInfo(WeightTransferUpdateInfo):
+    """What is in some buckets, and the group that they come through, or the memory of one."""
+
+    buckets: list[Specs]
     group: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     abandon: bool = False
 
 
-class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+def receive_part(worker: Any, update_info: dict[str, Any], update: str, parts: int) -> None:
+    """A method of vLLM's workers: an update in as few requests as it has parts.
+
+    The first part of an `update` opens it, and the last of its `parts` closes it; they may come in
+    any order. One that a failure left open is thrown away.
+    """
+    known, count = getattr(worker, "agentrl_parts", ("", 0))
+    if known != update:
+        count = 0
+        try:
+            worker.start_weight_update()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                worker.update_weights({"buckets": [], "abandon": True})
+            worker.start_weight_update()
+    worker.agentrl_parts = update, count + 1
+    worker.update_weights(update_info)
+    if count + 1 == parts:
+        worker.finish_weight_update()
+
+
+class WeightEngine(WeightTransferEngine[GroupInfo, BucketsInfo]):
     """Receives flat buckets, and loads their tensors or copies them (see `in_place`)."""
 
     init_info_cls = GroupInfo
-    update_info_cls = BucketInfo
+    update_info_cls = BucketsInfo
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -133,22 +142,21 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
                 initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one bucket and load or copy it."""
+        """Receive buckets and load or copy them."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
+    def receive_weights(self, update_info: BucketsInfo) -> None:
         """See `update_weights`."""
         if update_info.abandon:
             raise RuntimeError("the update is abandoned")  # which closes it, in the worker's books
-        dtypes = [getattr(torch, name) for name in update_info.dtypes]
-        counts = [torch.Size(shape).numel() for shape in update_info.shapes]
-        sizes = [n * dtype.itemsize for n, dtype in zip(counts, dtypes, strict=True)]
-        flat = self._receive(update_info, sum(sizes))
-        parts = flat.split(sizes)
-        fields = zip(update_info.names, dtypes, update_info.shapes, parts, strict=True)
-        tensors = [(name, part.view(dtype).view(shape)) for name, dtype, shape, part in fields]
+        sizes = [sum(map(_nbytes, specs)) for specs in update_info.buckets]
+        arriving = self._receive(update_info, sizes)
+        for specs in update_info.buckets:
+            self._take(list(_tensors(specs, next(arriving))))  # and keep no bucket that was taken
+
+    def _take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self._updates.copies:
             self._updates.copy(tensors)
             return
@@ -180,14 +188,29 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         balances = self.parallel_config.enable_eplb  # experts change places
         return InPlaceUpdates(model, logger.info, placed_anew=balances)
 
-    def _receive(self, info: BucketInfo, nbytes: int) -> torch.Tensor:
+    def _receive(self, info: BucketsInfo, sizes: list[int]) -> Iterator[torch.Tensor]:
+        """The bytes of each bucket."""
         if info.group is not None:
+            yield from self._receive_broadcasts(self._groups[info.group], sizes)
+            return
+        for nbytes in sizes:
+            # In a load, a layer keeps its tensors until all of them are there, and the memory is
+            # written again for a later bucket: hence the copy.
+            yield self._open(info.memory)[:nbytes].to(self.device, copy=not self._updates.copies)
+
+    def _receive_broadcasts(
+        self, group: dist.ProcessGroup, sizes: list[int]
+    ) -> Iterator[torch.Tensor]:
+        """While a bucket is copied, the next one is on its way."""
+        coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        for nbytes in sizes:
             flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            dist.broadcast(flat, src=0, group=self._groups[info.group])
-            return flat
-        # In a load, a layer keeps its tensors until all of them are there, and the memory is
-        # written again for a later bucket: hence the copy.
-        return self._open(info.memory)[:nbytes].to(self.device, copy=not self._updates.copies)
+            coming.append((flat, dist.broadcast(flat, src=0, group=group, async_op=True)))
+            del flat
+            if len(coming) > 1:
+                yield _arrived(*coming.popleft())
+        for flat, work in coming:
+            yield _arrived(flat, work)
 
     def _open(self, memory: dict[str, Any]) -> torch.Tensor:
         """The whole of a shared memory, opened once and kept while it takes turns with another.
@@ -205,6 +228,23 @@ class WeightEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         group = self._groups.pop(name, None)
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _arrived(flat: torch.Tensor, work: dist.Work) -> torch.Tensor:
+    """What a broadcast has brought; a GPU's later work waits for it, this process need not."""
+    work.wait()
+    return flat
+
+
+def _nbytes(spec: tuple[str, str, list[int]]) -> int:
+    _, dtype, shape = spec
+    return torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+
+
+def _tensors(specs: Specs, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = flat.split([_nbytes(spec) for spec in specs])
+    for (name, dtype, shape), part in zip(specs, parts, strict=True):
+        yield name, part.view(getattr(torch, dtype)).view(shape)
 
 
 def _discard_partial_load(model: torch.nn.Module) -> None:

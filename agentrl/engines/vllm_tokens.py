@@ -31,8 +31,7 @@ class VLLMTokens(TokenRoute):
             "request_id": permit.request_id,
             "token_ids": [int(token) for token in token_ids],
             "sampling_params": _sampling_params(params),
-            # Prefixes of other weights have another salt: they can never be found by mistake.
-            "cache_salt": f"v{permit.version}",
+            "cache_salt": permit.cache_salt,
         }
         if permit.adapter is not None:
             body["model"] = permit.adapter

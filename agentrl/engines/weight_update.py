@@ -50,6 +50,10 @@ class UpdatableEngine(WeightReceiver):
     async def flush_cache(self) -> None:
         """Forget every cached prefix, also those of requests that are held."""
 
+    async def forget_prefixes(self) -> None:
+        """Have no request find a prefix that was cached before, whether or not it stays there."""
+        await self.flush_cache()
+
     @abstractmethod
     async def set_version(self, version: int) -> None:
         """Label every token sampled from now on with `version`."""
@@ -116,7 +120,7 @@ async def _transfer(
     engines: Sequence[UpdatableEngine], transfer: Coroutine[Any, Any, None], version: int
 ) -> None:
     await transfer
-    await asyncio.gather(*(engine.flush_cache() for engine in engines))
+    await asyncio.gather(*(engine.forget_prefixes() for engine in engines))
     await asyncio.gather(*(engine.set_version(version) for engine in engines))
 
 

@@ -1,13 +1,14 @@
 """A ZeRO-3 learner and its engines on the same GPUs, which they take turns on.
 
-    torchrun --nproc-per-node 2 benchmarks/gpu/colocated_ranks.py --engine vllm --out FILE
+    torchrun --nproc-per-node 2 benchmarks/gpu/colocated_ranks.py --engine vllm --out F < /dev/null
 
 In two arrangements: an engine on each rank's GPU, and one engine on all of them (tensor parallel).
-Both are started together, which takes the longest, and take their turns one after the other.
-Weights travel by `engine.transport` ipc, engines sleep at level 2. Every turn: the weights wake and
-are replaced, the learner goes to the host, the cache wakes, the engines sample, sleep, and the
-learner comes back and makes an update. Seconds and memory of every GPU by phase; and whether each
-engine's log-probabilities are the learner's, after the first turn and after the last.
+Both are started together, which takes the longest; then they sleep, with the learner on the host,
+until it is this script's turn (`wait_for_turn`), and take their turns one after the other. Weights
+travel by `engine.transport` ipc, engines sleep at level 2. Every turn: the weights wake and are
+replaced, the learner goes to the host, the cache wakes, the engines sample, sleep, and the learner
+comes back and makes an update. Seconds and memory of every GPU by phase; and whether each engine's
+log-probabilities are the learner's, after the first turn and after the last.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from servers import OPTIONS, server_config
 from shapes import build_model
-from split_placement import QUICK_START
+from split_placement import QUICK_START, wait_for_turn
 from weights import make_peaked
 
 from agentrl.config import Config
@@ -42,8 +43,9 @@ PROMPT_TOKENS, NEW_TOKENS, LENGTH = 64, 64, 2048
 GIB = 2**30
 SHARE: dict[str, dict[str, Any]] = {
     # Measured, memory that others give back while a server starts would be taken for its own.
+    # What SGLang's share leaves of the memory that was free at its start must stay free.
     "vllm": {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 40 * GIB},
-    "sglang": {"mem_fraction_static": 0.3},
+    "sglang": {"mem_fraction_static": 0.9, "max_total_tokens": 1_400_000},
 }
 
 
@@ -147,6 +149,7 @@ async def drive(
         await start.phase("learner to the host", learner.offload)
         await start.phase("start", start_pools)
         await start.phase("sleep", sleep)
+        await asyncio.to_thread(wait_for_turn, arguments.out)
         await start.phase("learner back", learner.reload)
         found["start"] = start.found()
         for name, pool in pools.items():

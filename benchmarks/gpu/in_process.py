@@ -2,10 +2,13 @@
 
 Runs under the engine's Python. `rollout.py` starts it; alone:
 
-    PYTHON benchmarks/gpu/in_process.py '{"kind": "vllm", "model": "FOLDER", "rounds": 3,
-        "options": {}, "logprobs": [false, true], "workload": {}}' RESULT_FILE
+    printf '[0, false]\\n[1, false]\\n' | PYTHON benchmarks/gpu/in_process.py \\
+        '{"kind": "vllm", "model": "FOLDER", "options": {}, "workload": {}}' RESULT_FILE
 
-The file gets a JSON object with the sampled tokens per second of each round.
+Each line of standard input asks for one round, with a seed of its prompts and whether
+log-probabilities are wanted, until the input ends. The file, which may be a pipe, gets a line of
+JSON when the engine is ready and one with the sampled tokens per second of each round; what the
+engine prints stays out of it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from episodes import Workload
 
@@ -92,26 +95,24 @@ def sglang_sampler(model: str, options: dict[str, Any], workload: Workload) -> t
     return sample, engine.shutdown
 
 
-async def measure(call: dict[str, Any]) -> dict[str, Any]:
-    """Warm up, then measure each way in turn."""
+async def serve(call: dict[str, Any], answers: TextIO) -> None:
+    """Start the engine and measure what standard input asks for."""
     workload = Workload(**call["workload"])
     make = {"vllm": vllm_sampler, "sglang": sglang_sampler}[call["kind"]]
     sample, close = make(call["model"], call["options"], workload)
-    rates: dict[str, list[float]] = {}
-    for seed in range(call["rounds"] + 1):
-        for logprobs in call["logprobs"]:
-            found = await rate(sample, workload, 1000 + 2 * seed + logprobs, logprobs)
-            name = "with" if logprobs else "without"
-            print(f"in process, {name} log-probabilities: {found:,.0f} tok/s", file=sys.stderr)
-            if seed > 0:
-                rates.setdefault(name, []).append(found)
-    close()
-    return {"tokens_per_second": rates}
+    try:
+        print(json.dumps("ready"), file=answers, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            seed, logprobs = json.loads(line)
+            found = await rate(sample, workload, seed, logprobs)
+            print(json.dumps(found), file=answers, flush=True)
+    finally:
+        close()
 
 
 def main() -> None:
-    result = asyncio.run(measure(json.loads(sys.argv[1])))
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    with Path(sys.argv[2]).open("w") as answers:
+        asyncio.run(serve(json.loads(sys.argv[1]), answers))
 
 
 if __name__ == "__main__":

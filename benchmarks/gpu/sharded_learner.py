@@ -2,10 +2,12 @@
 
 `two_gpus.py` starts it on one GPU and on two, and compares. Each case makes the same updates from
 the same weights: losses, norms of gradients, a sample of the weights afterwards and how far they
-moved; tokens per second, arithmetic, and the most memory that rank 0 held.
+moved; tokens per second, arithmetic, and the most memory that rank 0 held. It touches no GPU before
+it is its turn (`wait_for_turn`).
 
-    python benchmarks/gpu/sharded_learner.py --out FILE '{"name": "1.5b", "shape": "qwen2.5-1.5b"}'
-    torchrun --nproc-per-node 2 benchmarks/gpu/sharded_learner.py --out FILE CASE...
+    python benchmarks/gpu/sharded_learner.py --out FILE < /dev/null \\
+        '{"name": "1.5b", "shape": "qwen2.5-1.5b"}'
+    torchrun --nproc-per-node 2 benchmarks/gpu/sharded_learner.py --out FILE CASE... < /dev/null
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401  # the learner would import it in its turn
 import numpy as np
 import torch
 from shapes import build_model
+from split_placement import wait_for_turn
 
 from agentrl.config import Config
 from agentrl.train.batch import Sample
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", help="JSON with fields of Case")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    wait_for_turn(arguments.out)
     found = {}
     for text in arguments.cases:
         case = Case(**json.loads(text))

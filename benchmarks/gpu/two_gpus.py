@@ -2,23 +2,28 @@
 
 | part | arrangement | what is measured |
 | --- | --- | --- |
-| split | learner on GPU 0, servers on GPU 1, transport nccl | seconds of an update and GB/s beside a bare broadcast of as many bytes; what requests in flight wait for; greedy output against the model |
+| split | learner on GPU 0, servers on GPU 1, transport nccl, for every engine | seconds of an update and GB/s beside a bare broadcast of as many bytes; what requests in flight wait for; greedy output against the model |
+| asynchronous | learner on GPU 0, server on GPU 1 | `learning.py` with `--max-staleness` 0 and 1: seconds a step, reward |
 | sharded | ZeRO-3 over both GPUs, no server | losses and weights against one GPU's; tokens per second and memory |
 | colocated | both, an engine on each rank's GPU, then one engine on both (tensor parallel); ipc, sleep | seconds and memory by phase; log-probabilities of each engine against the learner |
-| asynchronous | learner on GPU 0, server on GPU 1 | `learning.py` with `--max-staleness` 0 and 1: seconds a step, reward |
 
-    python benchmarks/gpu/two_gpus.py --engine vllm --python PYTHON --model SMOLLM2.gguf \\
-        [--parts split sharded ...] [--json]
+    python benchmarks/gpu/two_gpus.py --engine vllm sglang --python VLLM_PYTHON SGLANG_PYTHON \\
+        --model SMOLLM2.gguf [--parts split sharded ...] [--json]
 
-Each part runs in processes of its own, one after another; but the servers of `split` and
-`asynchronous` start, on GPU 1, while `sharded` runs on GPU 0 alone, so that all parts take less than
-nine minutes. What a part printed goes to stderr; one that fails is said so, and the others run.
+All parts but `split` have the first engine. Each runs in processes of its own. They begin early,
+import what they need, start their servers, and wait for their turn, so that all parts take less than
+nine minutes: the servers of `split` and `asynchronous` start on GPU 1 while GPU 0 alone trains the
+cases of `sharded`, and those of `colocated` during `asynchronous`, whose steps are few and short
+enough on a host with many cores for that. What a part printed goes to stderr; one that fails is
+said so, and the others run.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,10 +31,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from shapes import card
+from split_placement import WAITS
 
 HERE = Path(__file__).parent
 SHARDED: Sequence[Mapping[str, Any]] = (
@@ -47,80 +55,142 @@ SHARDED: Sequence[Mapping[str, Any]] = (
 which an H200 has no room for activations (it was tried)."""
 
 
-class Runner:
-    """Runs the scripts beside this one and reads what they found."""
+class Script:
+    """A script beside this one that has begun; it prepares itself, then waits for its turn."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.arguments, self._folder, self._count = arguments, folder, 0
+    def __init__(self, command: Sequence[object], out: Path, *, ranks: int) -> None:
+        """Begin it, alone or under torchrun on so many ranks."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        script, *options = command
+        line = [sys.executable, *(torchrun if ranks else []), HERE / str(script), *options]
+        self._name, self._out = str(script), out
+        self._process = subprocess.Popen(
+            [*map(str, line), "--out", str(out)], stdin=subprocess.PIPE, stdout=sys.stderr
+        )
 
-    def run(self, script: str, *options: object, ranks: int = 0) -> Any:
-        """The JSON that a script left: alone, or under torchrun on so many ranks.
+    def prepare(self) -> None:
+        """Return when it waits for its turn, or has failed."""
+        while not self._out.with_suffix(WAITS).exists() and self._process.poll() is None:
+            time.sleep(0.1)
+
+    def finish(self) -> dict[str, Any]:
+        """Give it its turn; the JSON that it leaves.
 
         Raises:
             subprocess.CalledProcessError: it failed.
         """
-        return self.begin(script, *options, ranks=ranks)()
+        self._process.communicate()  # ends its standard input
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._name)
+        found: dict[str, Any] = json.loads(self._out.read_text())
+        return found
 
-    def begin(self, script: str, *options: object, ranks: int = 0) -> Callable[[], Any]:
-        """Begin a script; the result ends its standard input and gives what `run` does."""
-        self._count += 1
-        out = self._folder / f"{self._count}.json"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        command = [sys.executable, *(torchrun if ranks else []), HERE / script, *options]
-        process = subprocess.Popen(
-            [*map(str, command), "--out", str(out)], stdin=subprocess.PIPE, stdout=sys.stderr
-        )
+    def end(self) -> None:
+        """End it if it runs still."""
+        self._process.terminate()
+        self._process.wait()
 
-        def result() -> Any:
-            process.communicate()
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, script)
-            return json.loads(out.read_text())
 
-        return result
+class Runner:
+    """Begins scripts, ends those that are left, and notes the seconds from one lap to the next."""
 
-    def engine(self) -> list[object]:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.seconds: dict[str, float] = {}
+        self._began = self._lap = time.perf_counter()
+        self._folder = tempfile.TemporaryDirectory()
+        self._scripts: list[Script] = []
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for script in self._scripts:
+            script.end()
+        self._folder.cleanup()
+
+    def begin(self, *command: object, ranks: int = 0) -> Script:
+        """Begin a script with its options."""
+        out = Path(self._folder.name) / f"{len(self._scripts)}.json"
+        script = Script(command, out, ranks=ranks)
+        self._scripts.append(script)
+        return script
+
+    def prepare(self) -> None:
+        """Return when every script that has begun waits for its turn or has ended."""
+        for script in self._scripts:
+            script.prepare()
+
+    def lap(self, name: str) -> float:
+        """End a lap, which is called `name`; the seconds since the beginning."""
+        now = time.perf_counter()
+        self.seconds[name] = now - self._lap
+        self._lap = now
+        return now - self._began
+
+    def engine(self, index: int = 0) -> list[object]:
         """The options that say which engine."""
         python = self.arguments.python
-        return ["--engine", self.arguments.engine, *(["--python", python] if python else [])]
+        return [
+            *("--engine", self.arguments.engine[index]),
+            *(["--python", python[index]] if python else []),
+        ]
 
 
-def begin_split(runner: Runner) -> Callable[[], Any]:
-    """Start the servers of part 1."""
+def begin_split(runner: Runner) -> dict[str, Script]:
+    """Part 1: the servers of each engine, and the broadcasts."""
     arguments = runner.arguments
-    return runner.begin(
-        "split_placement.py",
-        *runner.engine(),
-        *("--bucket-mb", arguments.bucket_mb, "--shapes", *arguments.shapes),
-    )
+    settings = ("--bucket-mb", arguments.bucket_mb, "--shapes", *arguments.shapes)
+    scripts = {
+        name: runner.begin("split_placement.py", *runner.engine(index), *settings)
+        for index, name in enumerate(arguments.engine)
+    }
+    return scripts | {"bare": runner.begin("bare_broadcast.py", *arguments.shapes, ranks=2)}
 
 
-def split(runner: Runner, finish: Callable[[], Any]) -> dict[str, Any]:
-    """Part 1, once its servers are begun."""
-    found: dict[str, Any] = finish()
-    sizes = sorted({row["bytes"] for row in found.values()})
-    bare = runner.run("bare_broadcast.py", *sizes, ranks=2)
-    for row in found.values():
-        row["bare_seconds"] = bare[str(row["bytes"])]
-        row["gigabytes_per_second"] = row["bytes"] / row["update"] / 1e9
-        row["bare_gigabytes_per_second"] = row["bytes"] / row["bare_seconds"] / 1e9
-        row["share_of_bare"] = row["bare_seconds"] / row["update"]
+def split(scripts: Mapping[str, Script]) -> dict[str, Any]:
+    """Part 1, engine by engine."""
+    found = {name: attempt(script.finish) for name, script in scripts.items()}
+    bare = found.pop("bare")
+    if "failed" in bare:
+        return found | {"bare": bare}
+    for rows in found.values():
+        for shape, row in rows.items() if "failed" not in rows else ():
+            row["bare_seconds"] = bare[shape]
+            row["gigabytes_per_second"] = row["bytes"] / row["update"] / 1e9
+            row["bare_gigabytes_per_second"] = row["bytes"] / row["bare_seconds"] / 1e9
+            row["share_of_bare"] = row["bare_seconds"] / row["update"]
     return found
 
 
-def on_one(runner: Runner) -> dict[str, Any]:
-    """The cases of part 2 on one GPU."""
-    found: dict[str, Any] = runner.run(
-        "sharded_learner.py", *map(json.dumps, runner.arguments.cases)
-    )
-    return found
+def begin_asynchronous(runner: Runner) -> Script:
+    """Part 2: its server and its learners."""
+    arguments = runner.arguments
+    settings = {
+        "model": arguments.model,
+        "steps": arguments.steps,
+        "groups": arguments.groups,
+        "examples": arguments.examples,
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    return runner.begin("ahead_of_training.py", *runner.engine(), *flags)
 
 
-def sharded(runner: Runner, one: Mapping[str, Any]) -> dict[str, Any]:
-    """Part 2, given what one GPU made of it."""
-    cases = map(json.dumps, runner.arguments.cases)
-    two = runner.run("sharded_learner.py", *cases, ranks=2)
-    return {name: compare(one[name], two[name]) for name in two}
+def begin_sharded(runner: Runner, ranks: int) -> Script:
+    """Part 3, on one GPU (0 ranks) or on both."""
+    return runner.begin("sharded_learner.py", *map(json.dumps, runner.arguments.cases), ranks=ranks)
+
+
+def sharded(one: Mapping[str, Any], two: Script) -> dict[str, Any]:
+    """Part 3, given what one GPU made of it."""
+    if "failed" in one:
+        return dict(one)
+    return {name: compare(one[name], found) for name, found in two.finish().items()}
 
 
 def compare(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
@@ -150,22 +220,14 @@ def compare(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def colocated(runner: Runner) -> dict[str, Any]:
-    """Parts 3 and 5."""
+def begin_colocated(runner: Runner) -> Script:
+    """Part 4: its servers, and the learner beside them."""
     arguments = runner.arguments
-    shape = ("--shape", arguments.colocated_shape)
-    found: dict[str, Any] = runner.run("colocated_ranks.py", *runner.engine(), *shape, ranks=2)
-    return found
+    settings = ("--shape", arguments.colocated_shape, "--sequences", arguments.sequences)
+    return runner.begin("colocated_ranks.py", *runner.engine(), *settings, ranks=2)
 
 
-def begin_asynchronous(runner: Runner) -> Callable[[], Any]:
-    """Start the server of part 4."""
-    arguments = runner.arguments
-    model = ("--model", arguments.model, "--steps", arguments.steps)
-    return runner.begin("ahead_of_training.py", *runner.engine(), *model)
-
-
-PARTS = ("split", "sharded", "colocated", "asynchronous")
+PARTS = ("split", "asynchronous", "sharded", "colocated")
 
 
 def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -176,19 +238,35 @@ def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"failed": f"{error.cmd} ended with status {error.returncode}"}
 
 
-def measure(runner: Runner, parts: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def has_failed(found: Mapping[str, Any]) -> bool:
+    """Whether a part, or a part of it, failed."""
+    return "failed" in found or any(
+        has_failed(part) for part in found.values() if isinstance(part, Mapping)
+    )
+
+
+def measure(runner: Runner) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each part's name and results, as they come."""
-    finish_split = begin_split(runner) if "split" in parts else None
-    finish_asynchronous = begin_asynchronous(runner) if "asynchronous" in parts else None
-    one = attempt(partial(on_one, runner)) if "sharded" in parts else None
-    if finish_split is not None:
-        yield "split", attempt(partial(split, runner, finish_split))
-    if finish_asynchronous is not None:
-        yield "asynchronous", attempt(finish_asynchronous)
-    if one is not None:
-        yield "sharded", one if "failed" in one else attempt(partial(sharded, runner, one))
-    if "colocated" in parts:
-        yield "colocated", attempt(partial(colocated, runner))
+    parts = runner.arguments.parts
+    alone = begin_sharded(runner, ranks=0) if "sharded" in parts else None
+    both = begin_sharded(runner, ranks=2) if "sharded" in parts else None
+    apart = begin_split(runner) if "split" in parts else None
+    asynchronous = begin_asynchronous(runner) if "asynchronous" in parts else None
+    one = attempt(alone.finish) if alone is not None else {}
+    runner.prepare()
+    runner.lap("start")
+    if apart is not None:
+        yield "split", split(apart)
+    colocated = begin_colocated(runner) if "colocated" in parts else None
+    if asynchronous is not None:
+        yield "asynchronous", attempt(asynchronous.finish)
+    if colocated is not None:
+        colocated.prepare()
+        runner.lap("start of colocated")
+    if both is not None:
+        yield "sharded", attempt(partial(sharded, one, both))
+    if colocated is not None:
+        yield "colocated", attempt(colocated.finish)
 
 
 def print_tree(found: Mapping[str, Any], indent: int = 2) -> None:
@@ -211,37 +289,82 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--python", type=Path, help="Python of the engine's environment")
+    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=["vllm"])
+    parser.add_argument("--python", type=Path, nargs="+", help="of each engine's environment")
     parser.add_argument("--model", type=Path, help="SmolLM2, as for learning.py")
     parser.add_argument(
         "--shapes", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"]
     )
     parser.add_argument("--colocated-shape", default="qwen2.5-1.5b")
+    parser.add_argument("--sequences", type=int, default=8, help="of an update of colocated")
     parser.add_argument("--bucket-mb", type=int, default=4096, help="of the part split")
-    parser.add_argument("--steps", type=int, default=12, help="of the asynchronous part")
+    parser.add_argument("--steps", type=int, default=8, help="of the part asynchronous")
+    parser.add_argument("--groups", type=int, default=16, help="questions of such a step")
+    parser.add_argument("--examples", type=int, default=256, help="questions there are")
     parser.add_argument("--cases", type=json.loads, default=SHARDED, help="JSON, of sharded")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    if "asynchronous" in arguments.parts and arguments.model is None:
-        parser.error("the part asynchronous trains a real model: name it with --model")
-    result: dict[str, Any] = {**card(), "engine": arguments.engine}
-    print(f"{arguments.engine}, 2 x {result['card']}")
-    with tempfile.TemporaryDirectory() as name:
-        runner = Runner(arguments, Path(name))
-        began = time.perf_counter()
-        for part, found in measure(runner, arguments.parts):
+    if lack := missing(arguments):
+        parser.error(lack)
+    return arguments
+
+
+def missing(arguments: argparse.Namespace) -> str | None:
+    """What the parts need and is not there."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        return "two GPUs are needed, and torch sees one: look at CUDA_VISIBLE_DEVICES"
+    if len(arguments.engine) > 1 and "split" not in arguments.parts:
+        return "only the part split is measured with more than one engine: name one"
+    if arguments.python and len(arguments.python) != len(arguments.engine):
+        return "--python names one Python for each --engine, in their order"
+    if "asynchronous" in arguments.parts:
+        if arguments.model is None or not arguments.model.exists():
+            return "the part asynchronous trains a real model, which must exist: see --model"
+        if arguments.model.suffix == ".gguf" and importlib.util.find_spec("gguf") is None:
+            return "reading --model needs the package gguf: pip install 'agentrl[gguf]'"
+    if set(arguments.parts) == {"sharded"}:
+        return None
+    pythons = arguments.python or [sys.executable] * len(arguments.engine)
+    for engine, python in zip(arguments.engine, pythons, strict=True):
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+        if not python_runs(python, code):
+            return f"{python} has no package {engine}: see --python"
+    return None
+
+
+def python_runs(python: Path, code: str) -> bool:
+    """Whether there is such a Python, and it runs the code without an error."""
+    try:
+        return subprocess.run([python, "-c", code], check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def main() -> None:
+    arguments = parse()
+    result: dict[str, Any] = {**card(), "engine": ", ".join(arguments.engine)}
+    print(f"{result['engine']}, 2 x {result['card']}", flush=True)
+    if not torch.cuda.is_available():
+        print(
+            "no GPU is seen: this tries the scripts out, and its figures mean nothing", flush=True
+        )
+    with Runner(arguments) as runner:
+        for part, found in measure(runner):
             result[part] = found
-            print(f"{part} (until second {time.perf_counter() - began:.0f})", flush=True)
+            print(f"{part} (until second {runner.lap(part):.0f})", flush=True)
             print_tree(found)
+    result["seconds"] = {**runner.seconds, "whole": sum(runner.seconds.values())}
+    print("seconds")
+    print_tree(result["seconds"])
     if arguments.json:
         print(json.dumps(result))
-    if any("failed" in result[part] for part in arguments.parts):
+    if has_failed(result):
         sys.exit(1)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what has begun
     main()

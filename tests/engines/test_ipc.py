@@ -43,6 +43,7 @@ class Opened(WeightReceiver):
     ) -> None:
         self._device = device
         self.load = load
+        self.begun: list[int | None] = []
         self.told: list[str] = []
         self.values: dict[str, float] = {}
         self.buffers: list[SharedBuffer] = []
@@ -56,7 +57,8 @@ class Opened(WeightReceiver):
         """Of the buffers it was told of."""
         return {buffer.name for buffer in self.buffers}
 
-    async def begin_update(self) -> None: ...
+    async def begin_update(self, calls: int | None = None) -> None:
+        self.begun.append(calls)
 
     async def end_update(self) -> None: ...
 
@@ -71,7 +73,7 @@ class Opened(WeightReceiver):
     async def not_called(self, *_: object) -> None:
         raise AssertionError("this transport has no use for it")
 
-    load_folder = join_group = leave_group = receive_broadcast = checksums = not_called
+    load_folder = join_group = leave_group = receive_broadcasts = checksums = not_called
 
 
 async def send(
@@ -178,6 +180,20 @@ async def test_what_an_engine_may_still_read_after_a_failure_is_never_written_ag
     for receiver in receivers:
         assert {name: receiver.values[name] for name in ("0", "1", "2")} == numbered(values)
     assert [buffer.flat.view(torch.float32).item() for buffer in given_up] == [3.0, 4.0]
+    await transport.close()
+
+
+async def test_engines_are_told_how_many_buckets_there_will_be_once_it_is_known() -> None:
+    receiver, transport = Opened(), IPCTransport()
+    for _ in range(3):
+        await send(transport, [receiver], [1.0, 2.0, 3.0])
+    assert receiver.begun == [None, 3, 3]
+    for values in ([1.0, 2.0], [1.0, 2.0, 3.0]):
+        with pytest.raises(EngineError, match=r"came in \d buckets, .* update in \d: update again"):
+            await send(transport, [receiver], values)
+        await send(transport, [receiver], values)
+        assert receiver.values == numbered(values) | {"2": 3.0}
+    assert receiver.begun[3:] == [3, None, 2, None]
     await transport.close()
 
 

@@ -70,7 +70,7 @@ class Process(WeightReceiver):
     def memory_device(self) -> torch.device | None:
         return self._device
 
-    async def begin_update(self) -> None: ...
+    async def begin_update(self, calls: int | None = None) -> None: ...
 
     async def end_update(self) -> None: ...
 
@@ -87,7 +87,7 @@ class Process(WeightReceiver):
     async def not_called(self, *_: object) -> None:
         raise AssertionError("this transport has no use for it")
 
-    load_folder = join_group = leave_group = receive_broadcast = checksums = not_called
+    load_folder = join_group = leave_group = receive_broadcasts = checksums = not_called
 
 
 @pytest.mark.parametrize("live", [False, True])

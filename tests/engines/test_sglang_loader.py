@@ -25,15 +25,22 @@ class CountingModel(FusedModel):
         super().load_weights(given)
 
 
-def update(model: CountingModel, weights: Named, size: int = 5) -> int:
-    """Send the weights; returns how many of them the model's loader was given."""
+def update(model: CountingModel, weights: Named, size: int = 5, *, announced: bool = False) -> int:
+    """Send the weights; returns how many of them the model's loader was given.
+
+    `announced`: how many buckets there are is known beforehand.
+    """
     before, update_id = model.loaded, uuid.uuid4().hex
-    for bucket in split(weights, size):
+    buckets = list(split(weights, size))
+    for bucket in buckets:
         specs = [[name, "float32", list(tensor.shape)] for name, tensor in bucket]
         flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
-        sglang_loader.load(model, [(json.dumps({"update": update_id, "specs": specs}), flat)])
+        parts = len(buckets) if announced else None
+        facts = {"update": update_id, "parts": parts, "specs": specs}
+        sglang_loader.load(model, [(json.dumps(facts), flat)])
         flat.fill_(255)  # the learner writes the next bucket there
-    sglang_loader.load(model, [])
+    if not announced:
+        sglang_loader.load(model, [])
     return model.loaded - before
 
 
@@ -43,11 +50,15 @@ def assert_holds(model: CountingModel, weights: Named) -> None:
     assert bytes_of(model) == bytes_of(expected)
 
 
-def test_the_third_update_and_all_later_ones_are_copies(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_the_third_update_and_all_later_ones_are_copies(
+    caplog: pytest.LogCaptureFixture, announced: bool
+) -> None:
     caplog.set_level(logging.INFO)
     model = CountingModel()
     for seed, loaded in enumerate([12, 12, 0, 0]):
-        assert update(model, new_weights(seed), size=seed + 3) == loaded
+        weights = new_weights(seed)
+        assert update(model, weights, size=seed + 3, announced=announced) == loaded
         assert_holds(model, new_weights(seed))
     assert caplog.messages == ["weights are copied in place from now on: 11 copies"]
 
@@ -79,7 +90,9 @@ def test_an_update_that_ended_halfway_changes_nothing_for_the_next() -> None:
     (bucket, *_) = split(new_weights(7), 5)
     specs = [[name, "float32", list(tensor.shape)] for name, tensor in bucket]
     flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
-    sglang_loader.load(model, [(json.dumps({"update": "ended", "specs": specs}), flat)])
+    sglang_loader.load(
+        model, [(json.dumps({"update": "ended", "parts": None, "specs": specs}), flat)]
+    )
     assert update(model, new_weights(8)) == 0
     assert_holds(model, new_weights(8))
 

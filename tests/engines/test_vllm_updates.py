@@ -62,7 +62,6 @@ def engine(reload: Reload, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The plugin's engine with a model that holds no numbers yet."""
     layerwise = SimpleNamespace(get_layerwise_info=lambda layer: SimpleNamespace(can_load=bool))
     stand_ins: dict[str, dict[str, Any]] = {
-        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace()},
         "vllm.distributed.weight_transfer.base": {
             "WeightTransferEngine": TransferEngine,
             "WeightTransferInitInfo": object,
@@ -76,9 +75,9 @@ def engine(reload: Reload, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "layerwise": layerwise,
         },
         "vllm.platforms": {"current_platform": SimpleNamespace()},
-        "agentrl.engines.vllm_outputs": {
-            "hold_outputs": None
-        },  # another matter, with its own tests
+        "vllm.v1.worker.worker_base": {"WorkerBase": object},
+        # Another matter, with tests of its own.
+        "agentrl.engines.vllm_outputs": {"hold_outputs": None},
     }
     for name, content in stand_ins.items():
         module = ModuleType(name)
@@ -89,18 +88,20 @@ def engine(reload: Reload, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["agentrl.engines.vllm_plugin"]
 
 
-def send(engine: Any, bucket: Named) -> None:
+def info_of(bucket: Named, buffer: SharedBuffer) -> dict[str, Any]:
+    """What the learner tells of a bucket of float32."""
+    return {
+        "buckets": [[(name, "float32", list(tensor.shape)) for name, tensor in bucket]],
+        "memory": {"name": buffer.name, "handle": share_parts(buffer.flat)},
+    }
+
+
+def send(engine: Any, bucket: Named, call: Any = None) -> None:
+    """Give the engine a bucket, by its own `update_weights` or another call."""
     buffer = SharedBuffer.allocate(1 << 13, torch.device("cpu"))
     flat = torch.cat([tensor.flatten() for _, tensor in bucket]).view(torch.uint8)
     buffer.flat[: len(flat)].copy_(flat)
-    engine.update_weights(
-        {
-            "names": [name for name, _ in bucket],
-            "dtypes": ["float32" for _ in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "memory": {"name": buffer.name, "handle": share_parts(buffer.flat)},
-        }
-    )
+    (call or engine.update_weights)(info_of(bucket, buffer))
     buffer.flat.fill_(255)  # the learner writes the next bucket there
 
 
@@ -167,10 +168,7 @@ def test_memories_that_later_ones_have_replaced_are_closed(engine: Any) -> None:
     buffers = [SharedBuffer.allocate(64, torch.device("cpu")) for _ in range(3)]
     for i in (0, 1, 0, 1, 2, 1):
         buffers[i].flat.view(torch.float32)[:8].fill_(i)
-        memory = {"name": buffers[i].name, "handle": share_parts(buffers[i].flat)}
-        engine.update_weights(
-            {"names": ["norm"], "dtypes": ["float32"], "shapes": [[8]], "memory": memory}
-        )
+        engine.update_weights(info_of([("norm", torch.empty(8))], buffers[i]))
         assert engine.model.norm.tolist() == [i] * 8
     assert list(engine._opened) == [buffers[1].name, buffers[2].name]
 
@@ -212,7 +210,7 @@ def test_an_update_that_is_given_up_changes_nothing_for_the_next(
     engine.start_weight_update()
     send(engine, new_weights(8)[:5])
     with pytest.raises(RuntimeError, match="abandoned"):
-        engine.update_weights({"names": [], "dtypes": [], "shapes": [], "abandon": True})
+        engine.update_weights({"buckets": [], "abandon": True})
     for seed in range(before, 4):
         update(engine, new_weights(seed))
         assert_holds(engine, new_weights(seed))
@@ -255,4 +253,74 @@ def test_another_model_is_loaded_by_itself(engine: Any, reload: Reload) -> None:
     engine.model = FusedModel()
     update(engine, new_weights(5))
     assert reload.ended == 3
+    assert_holds(engine, new_weights(5))
+
+
+class Worker:
+    """A worker of vLLM: it keeps books of whether an update is open."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.open = engine, False
+
+    def start_weight_update(self) -> None:
+        if self.open:
+            raise RuntimeError("an update is open")
+        self._engine.start_weight_update()
+        self.open = True
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if not self.open:
+            raise RuntimeError("no update is open")
+        try:
+            self._engine.update_weights(info)
+        except BaseException:
+            self.open = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        self._engine.finish_weight_update()
+        self.open = False
+
+
+def send_part(worker: Worker, bucket: Named, update_id: str, parts: int) -> None:
+    receive = sys.modules["agentrl.engines.vllm_plugin"].receive_part
+    send(None, bucket, lambda info: receive(worker, info, update_id, parts))
+
+
+def test_parts_open_and_close_their_update_in_any_order(engine: Any, reload: Reload) -> None:
+    worker = Worker(engine)
+    for seed, loads in enumerate([1, 2, 2, 2]):
+        buckets = list(split(new_weights(seed), seed + 3))
+        for bucket in reversed(buckets) if seed > 1 else buckets:
+            send_part(worker, bucket, f"update {seed}", len(buckets))
+        assert_holds(engine, new_weights(seed))
+        assert (reload.began, reload.ended, worker.open) == (loads, loads, False)
+
+
+def test_parts_of_an_update_that_was_given_up_are_thrown_away(engine: Any, reload: Reload) -> None:
+    worker = Worker(engine)
+    first, *_ = split(new_weights(9), 5)
+    for update_id, weights in (("a", new_weights(0)), ("b", new_weights(1)), ("c", new_weights(2))):
+        send_part(worker, first, f"half of {update_id}", 3)
+        assert worker.open
+        send_part(worker, weights, update_id, 1)
+        assert_holds(engine, weights)
+        assert not worker.open
+
+
+def test_a_part_too_many_is_an_error(engine: Any) -> None:
+    worker = Worker(engine)
+    send_part(worker, new_weights(0), "a", 1)
+    with pytest.raises(RuntimeError, match="no update is open"):
+        send_part(worker, new_weights(0), "a", 1)
+
+
+def test_a_part_that_fails_ends_its_update(engine: Any) -> None:
+    updated(engine, 2)
+    worker = Worker(engine)
+    with pytest.raises(RuntimeError, match="was not among the weights"):
+        send_part(worker, [("norm", torch.zeros(9))], "a", 2)
+    with pytest.raises(RuntimeError, match="no update is open"):
+        send_part(worker, new_weights(0), "a", 2)
+    send_part(worker, new_weights(5), "b", 1)
     assert_holds(engine, new_weights(5))

@@ -67,8 +67,14 @@ class WeightReceiver(ABC):
         raise EngineError(f"{self.label} takes no LoRA adapters: set engine.lora merged")
 
     @abstractmethod
-    async def begin_update(self) -> None:
-        """Open an update; one left open by a failed transfer is closed first."""
+    async def begin_update(self, calls: int | None = None) -> None:
+        """Open an update; one left open by a failed transfer is closed first.
+
+        Args:
+            calls: how many calls of `receive_broadcasts` or `receive_shared` will bring all of it,
+                if that is known: then the first of them may open the update, and the last close it,
+                which saves a request each.
+        """
 
     @abstractmethod
     async def end_update(self) -> None:
@@ -83,8 +89,8 @@ class WeightReceiver(ABC):
         """Leave a process group."""
 
     @abstractmethod
-    async def receive_broadcast(self, specs: Sequence[TensorSpec], group: str) -> None:
-        """Take part in one broadcast of a bucket and load it."""
+    async def receive_broadcasts(self, buckets: Sequence[Sequence[TensorSpec]], group: str) -> None:
+        """Take part in the broadcast of each bucket, one after the other, and load them."""
 
     @abstractmethod
     async def receive_shared(self, specs: Sequence[TensorSpec], buffer: SharedBuffer) -> None:

@@ -3,6 +3,9 @@
 The learner's rank 0 is rank 0 of the group, every engine process another rank. Each bucket is one
 broadcast of bytes. The group is made at the first transfer, made anew when the set of engines
 changes, and torn down when a transfer fails, which also ends what the other side still waits for.
+
+The first transfer of a group announces each bucket before it is sent. The next ones bring the same
+buckets, so that all are announced at once, and nobody waits for a request between two of them.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ import contextlib
 import itertools
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from agentrl.engines.server import free_port
 from agentrl.engines.transport.base import GroupAddress, WeightReceiver, WeightTransport
-from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.buckets import Bucket, TensorSpec
 from agentrl.engines.transport.together import together
 from agentrl.errors import EngineError
 
@@ -32,6 +35,8 @@ __all__ = ["GroupTransport", "new_group"]
 
 LEAVE_SECONDS = 10.0
 T = TypeVar("T")
+Buckets = tuple[tuple[TensorSpec, ...], ...]
+"""What lies in each bucket of a transfer."""
 
 
 def new_group(address: GroupAddress, rank: int) -> dist.ProcessGroup:
@@ -83,6 +88,8 @@ class GroupTransport(WeightTransport):
         self._address: GroupAddress | None = None
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[tuple[WeightReceiver, int], ...] = ()
+        self._known: Buckets | None = None
+        """What the group's last transfer brought."""
         self._left: list[tuple[WeightReceiver, int, str]] = []
         """Members, with their incarnation and group, that do not know yet that we have left."""
 
@@ -96,10 +103,13 @@ class GroupTransport(WeightTransport):
         try:
             if self._group is None or self._members != _with_incarnations(receivers):
                 await self._connect(receivers)
-            await together(receiver.begin_update() for receiver in receivers)
-            async for bucket in buckets:
-                await self._broadcast(bucket, receivers)
-                bucket.release()
+            calls = None if self._known is None else 1
+            await together(receiver.begin_update(calls) for receiver in receivers)
+            if self._known is None:
+                self._known = await self._announcing_each(buckets, receivers)
+            else:
+                sending = self._announced(buckets, self._known)
+                await together([sending, *self._receiving(self._known, receivers)])
             await together(receiver.end_update() for receiver in receivers)
         except BaseException:
             self._tear_down()
@@ -128,11 +138,35 @@ class GroupTransport(WeightTransport):
         self._group = (await together([mine, *joining]))[0]
         self._address, self._members = address, _with_incarnations(receivers)
 
-    async def _broadcast(self, bucket: Bucket, receivers: Sequence[WeightReceiver]) -> None:
+    async def _announcing_each(
+        self, buckets: AsyncIterator[Bucket], receivers: Sequence[WeightReceiver]
+    ) -> Buckets:
+        """Announce and send one bucket after another; returns what there was."""
+        sent = []
+        async for bucket in buckets:
+            await together([self._broadcast(bucket), *self._receiving([bucket.specs], receivers)])
+            sent.append(bucket.specs)
+        return tuple(sent)
+
+    async def _announced(self, buckets: AsyncIterator[Bucket], known: Buckets) -> None:
+        """Send buckets that are announced."""
+        expected = iter(known)
+        async for bucket in buckets:
+            if bucket.specs != next(expected, None):
+                raise _other_weights(bucket.specs[0].name)
+            await self._broadcast(bucket)
+        if (missing := next(expected, None)) is not None:
+            raise _other_weights(missing[0].name)
+
+    def _receiving(
+        self, buckets: Sequence[Sequence[TensorSpec]], receivers: Sequence[WeightReceiver]
+    ) -> list[Coroutine[Any, Any, None]]:
         assert self._address is not None
-        name = self._address.name
-        receiving = [r.receive_broadcast(bucket.specs, name) for r in receivers]
-        await together([_in_daemon_thread(lambda: self._send_bytes(bucket.flat)), *receiving])
+        return [receiver.receive_broadcasts(buckets, self._address.name) for receiver in receivers]
+
+    async def _broadcast(self, bucket: Bucket) -> None:
+        await _in_daemon_thread(lambda: self._send_bytes(bucket.flat))
+        bucket.release()
 
     def _send_bytes(self, flat: torch.Tensor) -> None:
         assert self._group is not None
@@ -149,7 +183,7 @@ class GroupTransport(WeightTransport):
     def _tear_down(self) -> None:
         """End this side of the group at once; a member that waits for it gets an error."""
         group, address, members = self._group, self._address, self._members
-        self._group, self._address, self._members = None, None, ()
+        self._group, self._address, self._members, self._known = None, None, (), None
         if group is not None and address is not None:
             self._left += [(member, i, address.name) for member, i in members]
             group.abort()
@@ -169,6 +203,13 @@ class GroupTransport(WeightTransport):
                 for result in results:
                     if isinstance(result, BaseException) and not isinstance(result, EngineError):
                         raise result
+
+
+def _other_weights(name: str) -> EngineError:
+    return EngineError(
+        f"the weights are no longer those of the last update, from {name} on: update again, which "
+        "announces them anew"
+    )
 
 
 async def _in_daemon_thread(call: Callable[[], T]) -> T:

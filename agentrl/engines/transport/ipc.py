@@ -21,6 +21,7 @@ from agentrl.engines.transport.base import WeightReceiver, WeightTransport
 from agentrl.engines.transport.buckets import Bucket, Memory, SlotMemory
 from agentrl.engines.transport.shared_memory import SharedBuffer
 from agentrl.engines.transport.together import together
+from agentrl.errors import EngineError
 
 __all__ = ["IPCTransport"]
 
@@ -32,6 +33,8 @@ class IPCTransport(WeightTransport):
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, int], SharedBuffer] = {}
+        self._count: int | None = None
+        """How many buckets the last transfer had, unless it failed."""
 
     def memory(self, receivers: Sequence[WeightReceiver]) -> Memory:
         """Shared buffers, which last for all transfers; memory of its own for packing if no engine
@@ -53,12 +56,21 @@ class IPCTransport(WeightTransport):
         version: int,
     ) -> None:
         """See `WeightTransport.send`."""
+        expected, self._count = self._count, None
         try:
-            await together(receiver.begin_update() for receiver in receivers)
+            await together(receiver.begin_update(expected) for receiver in receivers)
+            count = 0
             async with asyncio.TaskGroup() as loading:
                 async for bucket in buckets:
                     loading.create_task(self._load(receivers, bucket))
+                    count += 1
+            if count != (expected or count):
+                raise EngineError(
+                    f"the weights came in {count} buckets, those of the last update in {expected}: "
+                    "update again, which opens and closes it by requests of their own"
+                )
             await together(receiver.end_update() for receiver in receivers)
+            self._count = count
         except BaseException as error:
             self._buffers.clear()
             if not isinstance(error, BaseExceptionGroup):

@@ -148,13 +148,29 @@ async def breaks() -> None:
     raise EngineError("the network is gone")
 
 
+first_and_second = pytest.mark.parametrize("earlier", [0, 1])
+"""Updates that a transport has made before: the buckets of the next one are known then."""
+
+
+async def used_transport(served: EngineUnderTest, earlier: int) -> GroupTransport:
+    """A transport that has made so many updates, to the weights that are there already."""
+    assert isinstance(served.engine, EnginePool)
+    transport = GroupTransport("gloo")
+    for _ in range(earlier):
+        source = source_of(served.models[served.held], next(served.versions))
+        settings = UpdateSettings(bucket_bytes=1 << 14)
+        await update_weights(served.engine.engines, source, transport, settings)
+    return transport
+
+
 @every_server
+@first_and_second
 async def test_a_transfer_that_breaks_is_an_error_and_a_retry_mends_it(
-    served: EngineUnderTest,
+    served: EngineUnderTest, earlier: int
 ) -> None:
     # TRL PR#6913
     assert isinstance(served.engine, EnginePool)
-    transport = GroupTransport("gloo")
+    transport = await used_transport(served, earlier)
     settings = UpdateSettings(bucket_bytes=1 << 14)
     source = source_of(served.models[1], next(served.versions))
     in_flight = asyncio.gather(
@@ -176,8 +192,9 @@ async def test_a_transfer_that_breaks_is_an_error_and_a_retry_mends_it(
 
 
 @every_server
+@first_and_second
 async def test_a_server_that_hangs_in_a_transfer_is_given_up_in_time_and_takes_a_retry(
-    served: EngineUnderTest,
+    served: EngineUnderTest, earlier: int
 ) -> None:
     # TRL PR#6913
     assert isinstance(served.engine, EnginePool)
@@ -189,7 +206,7 @@ async def test_a_server_that_hangs_in_a_transfer_is_given_up_in_time_and_takes_a
         for process in processes:
             process.suspend()
 
-    transport = GroupTransport("gloo")
+    transport = await used_transport(served, earlier)
     source = source_of(served.models[1], next(served.versions))
     hanging = AfterOneBucket(transport, hangs)
     short = UpdateSettings(bucket_bytes=1 << 14, timeout=3.0)
@@ -204,7 +221,10 @@ async def test_a_server_that_hangs_in_a_transfer_is_given_up_in_time_and_takes_a
 
 
 @every_server
-async def test_nobody_can_resume_before_the_update_has_ended(served: EngineUnderTest) -> None:
+@first_and_second
+async def test_nobody_can_resume_before_the_update_has_ended(
+    served: EngineUnderTest, earlier: int
+) -> None:
     # open-instruct PR#1480, slime PR#2331
     assert isinstance(served.engine, EnginePool)
     half, rest = asyncio.Event(), asyncio.Event()
@@ -213,7 +233,7 @@ async def test_nobody_can_resume_before_the_update_has_ended(served: EngineUnder
         half.set()
         await rest.wait()
 
-    transport = AfterOneBucket(GroupTransport("gloo"), waits)
+    transport = AfterOneBucket(await used_transport(served, earlier), waits)
     source = source_of(served.models[1], next(served.versions))
     settings = UpdateSettings(bucket_bytes=1 << 14)
     update = asyncio.create_task(update_weights(served.engine.engines, source, transport, settings))
@@ -229,6 +249,32 @@ async def test_nobody_can_resume_before_the_update_has_ended(served: EngineUnder
     served.held = 1
     assert (await request).token_ids.tolist() == greedy(served.models[1], PROMPT, 12)
     await assert_speaks_for(served, 1, source.version)
+
+
+@every_server
+@pytest.mark.parametrize("change", ["one less", "one more", "another shape"])
+async def test_weights_that_change_are_an_error_and_a_retry_brings_them(
+    served: EngineUnderTest, change: str
+) -> None:
+    transport = await used_transport(served, 1)
+    assert isinstance(served.engine, EnginePool)
+    settings = UpdateSettings(bucket_bytes=1 << 14)
+    weights = [(n, p.detach()) for n, p in served.models[1].named_parameters()]
+    name, last = weights[-1]
+    others = {
+        "one less": weights[:-1],
+        "one more": [*weights, ("one.more.weight", last)],
+        "another shape": [*weights[:-1], (name, last[:-1])],
+    }[change]
+    version = next(served.versions)
+    other = WeightSource(lambda: iter(others), version)
+    with pytest.raises(EngineError, match=r"no longer those of the last update, from .*: update"):
+        await update_weights(served.engine.engines, other, transport, settings)
+    whole = WeightSource(lambda: iter(weights), version)
+    await update_weights(served.engine.engines, whole, transport, settings)
+    await transport.close()
+    served.held = 1
+    await assert_speaks_for(served, 1, version)
 
 
 @every_server

@@ -167,14 +167,16 @@ class Sampler:
                 changed[f"{module}.weight"] = self.base[f"{module}.weight"] + scale * change
         self.load(changed)
 
-    def receive(self, body: dict[str, Any], group: str) -> None:
-        dtypes = [getattr(torch, name) for name in body["dtypes"]]
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        torch.distributed.broadcast(flat, src=0, group=self.groups[group])
-        parts = zip(body["names"], flat.split(sizes), dtypes, shapes, strict=True)
-        self.load({name: part.view(dtype).view(shape) for name, part, dtype, shape in parts})
+    def receive(self, buckets: list[list[tuple[str, str, list[int]]]], group: str) -> None:
+        for specs in buckets:
+            dtypes = [getattr(torch, dtype) for _, dtype, _ in specs]
+            shapes = [torch.Size(shape) for _, _, shape in specs]
+            sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            torch.distributed.broadcast(flat, src=0, group=self.groups[group])
+            names = [name for name, _, _ in specs]
+            parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
+            self.load({name: part.view(dtype).view(shape) for name, part, dtype, shape in parts})
 
     def _cached(self, prompt: list[int], salt: str) -> int:
         pages = 0
@@ -263,7 +265,10 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
             raise Refusal(404, "cannot be found")
         return sampler.adapters.remove(body["lora_name"])
     if path == "/collective_rpc":
-        return sampler.load_folder(body["kwargs"]["weights_path"])
+        if body["method"] == "reload_weights":
+            return sampler.load_folder(body["kwargs"]["weights_path"])
+        info = body["kwargs"]["update_info"]
+        return sampler.receive(info["buckets"], info["group"])
     if path == "/init_weight_transfer_engine":
         info = body["init_info"]
         if not info.get("leave"):
@@ -276,7 +281,7 @@ def vllm_answer(sampler: Sampler, path: str, call: Call) -> Any:
     if path == "/update_weights":
         if body["update_info"].get("abandon"):
             raise Refusal(500, "the update is abandoned")
-        return sampler.receive(body["update_info"], body["update_info"]["group"])
+        return sampler.receive(body["update_info"]["buckets"], body["update_info"]["group"])
     if path in ("/start_weight_update", "/finish_weight_update", "/sleep", "/wake_up"):
         return {}
     raise Refusal(404)
@@ -338,7 +343,8 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         torch.distributed.destroy_process_group(sampler.groups.pop(body["group_name"]))
         return {}
     if path == "/update_weights_from_distributed":
-        return sampler.receive(body, body["group_name"])
+        specs = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
+        return sampler.receive([specs], body["group_name"])
     if path in (
         "/begin_weight_update",
         "/end_weight_update",
