@@ -141,6 +141,9 @@ def sglang_launch(
         env |= on_cpu.SGLANG_ENV
     if config.tensor_parallel_size > 1:
         options["tp_size"] = config.tensor_parallel_size
+    if config.transport == "nccl":
+        # SGLang switches it off for itself; NCCL then fails to reach the learner's memory.
+        env["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
     if config.data_parallel_size > 1:
         options["dp_size"] = config.data_parallel_size
     if config.api_server_count > 1:

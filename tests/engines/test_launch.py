@@ -64,6 +64,21 @@ def test_an_api_key_does_not_show_in_vllms_command_line(tmp_path: Path) -> None:
     assert launch.env["VLLM_API_KEY"] == "secret"
 
 
+@pytest.mark.parametrize(
+    ("transport", "learner", "server"),
+    [("nccl", None, "1"), ("nccl", "0", "0"), ("ipc", None, None)],
+)
+def test_sglang_reaches_the_learners_memory_as_the_learner_reaches_its(
+    transport: str, learner: str | None, server: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if learner is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", learner)
+    config = EngineConfig(kind="sglang", transport=transport)  # type: ignore[arg-type]
+    launch = sglang_launch(config, "m", dtype="bfloat16", max_model_len=64)
+    assert launch.env.get("NCCL_CUMEM_ENABLE") == server
+
+
 def test_sglang_gets_room_for_the_tokens_it_keeps_for_itself() -> None:
     launch = sglang_launch(EngineConfig(kind="sglang"), "m", dtype="float32", max_model_len=512)
     line = launch.with_port(1)
