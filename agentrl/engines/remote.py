@@ -109,7 +109,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._metrics_due = False
         """Whether a pause has still to read the server's metrics."""
         self._reading: asyncio.Task[None] | None = None
-        self._salt_anew()
+        self._cache_salt = uuid.uuid4().hex
         self._background: set[asyncio.Task[None]] = set()
         self._connection: EngineClient | None = None
         self._closed = False
@@ -324,13 +324,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         self._version = version
         self._gate.absolve()
 
-    async def forget_prefixes(self) -> None:
+    async def forget_prefixes(self, salt: str) -> None:
         """Flush the cache, and give requests another salt: others may fill it meanwhile."""
-        self._salt_anew()
+        self._cache_salt = salt
         await self.flush_cache()
-
-    def _salt_anew(self) -> None:
-        self._cache_salt = uuid.uuid4().hex
 
     def hold(self, reason: str) -> None:
         """Hold requests back and refuse to resume until `set_version`."""

@@ -79,3 +79,4 @@ def behind_one_router(engines: Sequence[RoutedSGLangEngine]) -> None:
     """Tell the servers behind one router of each other."""
     for engine in engines:
         engine.peers = tuple(engines)
+        engine._cache_salt = engines[0]._cache_salt  # before their first update, too

@@ -162,12 +162,12 @@ class VLLMEngine(RemoteEngine):
         if answer is not None and not answer["success"]:
             raise EngineError(f"{self.label} did not drop its prefix cache: update again")
 
-    async def forget_prefixes(self) -> None:
+    async def forget_prefixes(self, salt: str) -> None:
         """Give requests another salt; flush the cache if some may be held that began before.
 
         Flushing takes longer the more blocks the cache has, and the server waits for it.
         """
-        self._salt_anew()
+        self._cache_salt = salt
         if self._paused:
             await self.flush_cache()
 

@@ -10,6 +10,7 @@ refusing requests until an update succeeds, because what they hold is neither ve
 from __future__ import annotations
 
 import asyncio
+import uuid
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -50,9 +51,12 @@ class UpdatableEngine(WeightReceiver):
     async def flush_cache(self) -> None:
         """Forget every cached prefix, also those of requests that are held."""
 
-    async def forget_prefixes(self) -> None:
-        """Have no request find a prefix that was cached before, whether or not it stays there."""
-        await self.flush_cache()
+    @abstractmethod
+    async def forget_prefixes(self, salt: str) -> None:
+        """Have no request find a prefix that was cached before, whether or not it stays there.
+
+        From now on requests find prefixes of requests with the same `salt` alone.
+        """
 
     @abstractmethod
     async def set_version(self, version: int) -> None:
@@ -120,7 +124,8 @@ async def _transfer(
     engines: Sequence[UpdatableEngine], transfer: Coroutine[Any, Any, None], version: int
 ) -> None:
     await transfer
-    await asyncio.gather(*(engine.forget_prefixes() for engine in engines))
+    salt = uuid.uuid4().hex  # one for all: behind a router a request may reach any of them
+    await asyncio.gather(*(engine.forget_prefixes(salt) for engine in engines))
     await asyncio.gather(*(engine.set_version(version) for engine in engines))
 
 
