@@ -305,14 +305,14 @@ class RemoteEngine(Engine, UpdatableEngine):
         if self._gate.shut is not None:
             raise EngineError(f"{self.label} cannot go on: {self._gate.shut}")
         self._read_due_metrics()
-        if self._reading is not None:
-            await asyncio.wait([self._reading])
-            self._reading = None
         if not self._asleep:
             if self._paused:
                 await self._resume()
                 self._paused = False
             self._gate.open()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+            self._reading = None
 
     async def update_weights(self, source: WeightSource) -> None:
         """Replace the weights of this engine; see `weight_update`."""

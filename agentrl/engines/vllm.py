@@ -180,7 +180,9 @@ class VLLMEngine(RemoteEngine):
         if self._update_of_parts is not None:
             path = "/collective_rpc"
             call = {"method": RECEIVE_PART, "kwargs": call | self._update_of_parts}
-        await self._client.post(path, call, sent=self._read_due_metrics)
+        # It may last as long as the whole update.
+        limit = self._update.timeout
+        await self._client.post(path, call, limit=limit, sent=self._read_due_metrics)
 
     async def _abort(self, request_id: str) -> bool:
         if self._api_servers > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -370,3 +371,33 @@ async def test_an_address_at_which_nothing_listens_is_named(
     with pytest.raises(EngineError, match=rf"nothing answers at {url}, which engine\.urls names"):
         await pool.start()
     await pool.close()
+
+
+async def test_requests_go_on_before_the_metrics_of_a_pause_are_read(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = asyncio.Event()
+    async with running("fake-vllm", model_folder, tmp_path) as pool, asyncio.timeout(60):
+        (engine,) = pool.engines
+        monkeypatch.setattr(engine, "refresh_stats", read.wait)
+        await engine.pause("wait")
+        resuming = asyncio.create_task(engine.resume())
+        await engine.generate(PROMPT, SamplingParams(4))
+        assert not resuming.done()
+        read.set()
+        await resuming
+
+
+async def test_an_update_may_last_longer_than_a_request(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, parameter) in enumerate(models[1].named_parameters()):
+            time.sleep(0.5 if index < 4 else 0)
+            yield name, parameter.detach()
+
+    async with running("fake-vllm", model_folder, tmp_path, request_timeout=1.0) as pool:
+        for version in (1, 2):
+            await pool.update_weights(WeightSource(slowly, version))
+        said = await pool.generate(PROMPT, SamplingParams(4, temperature=0))
+        assert said.token_ids.tolist() == greedy(models[1], PROMPT, 4)

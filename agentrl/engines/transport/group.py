@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import threading
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -149,14 +150,29 @@ class GroupTransport(WeightTransport):
         return tuple(sent)
 
     async def _announced(self, buckets: AsyncIterator[Bucket], known: Buckets) -> None:
-        """Send buckets that are announced."""
-        expected = iter(known)
-        async for bucket in buckets:
-            if bucket.specs != next(expected, None):
-                raise _other_weights(bucket.specs[0].name)
-            await self._broadcast(bucket)
-        if (missing := next(expected, None)) is not None:
-            raise _other_weights(missing[0].name)
+        """Send buckets that are announced.
+
+        The receivers wait for all of them. Whatever fails here, they get as many bytes: that the
+        group is torn down may not reach them before its time limit, since NCCL does not tell, and
+        gloo does not where another process has inherited its connections.
+        """
+        expected = deque(known)
+        device = torch.device("cpu")
+        try:
+            async for bucket in buckets:
+                device = bucket.flat.device
+                if not expected or bucket.specs != expected[0]:
+                    raise _other_weights(bucket.specs[0].name)
+                expected.popleft()
+                await self._broadcast(bucket)
+            if expected:
+                raise _other_weights(expected[0][0].name)
+        except Exception:
+            sizes = [sum(spec.nbytes for spec in specs) for specs in expected]
+            with contextlib.suppress(EngineError, RuntimeError, TimeoutError):
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await _in_daemon_thread(lambda: self._send_anything(sizes, device))
+            raise
 
     def _receiving(
         self, buckets: Sequence[Sequence[TensorSpec]], receivers: Sequence[WeightReceiver]
@@ -167,6 +183,10 @@ class GroupTransport(WeightTransport):
     async def _broadcast(self, bucket: Bucket) -> None:
         await _in_daemon_thread(lambda: self._send_bytes(bucket.flat))
         bucket.release()
+
+    def _send_anything(self, sizes: list[int], device: torch.device) -> None:
+        for nbytes in sizes:
+            self._send_bytes(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def _send_bytes(self, flat: torch.Tensor) -> None:
         assert self._group is not None

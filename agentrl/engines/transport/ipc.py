@@ -62,15 +62,14 @@ class IPCTransport(WeightTransport):
             count = 0
             async with asyncio.TaskGroup() as loading:
                 async for bucket in buckets:
+                    if count == expected:
+                        raise _other_buckets("more", expected)
                     loading.create_task(self._load(receivers, bucket))
                     count += 1
-            if count != (expected or count):
-                raise EngineError(
-                    f"the weights came in {count} buckets, those of the last update in {expected}: "
-                    "update again, which opens and closes it by requests of their own"
-                )
+            if expected is not None and count < expected:
+                raise _other_buckets("less", expected)
             await together(receiver.end_update() for receiver in receivers)
-            self._count = count
+            self._count = count or None
         except BaseException as error:
             self._buffers.clear()
             if not isinstance(error, BaseExceptionGroup):
@@ -101,6 +100,13 @@ class IPCTransport(WeightTransport):
             self._buffers.pop((device, slot), None)  # before the new one is taken
             buffer = self._buffers[device, slot] = SharedBuffer.allocate(nbytes, device)
         return buffer
+
+
+def _other_buckets(how_many: str, expected: int) -> EngineError:
+    return EngineError(
+        f"the weights come in {how_many} buckets than the {expected} of the last update: update "
+        "again, which opens and closes it by requests of their own"
+    )
 
 
 def _device(receiver: WeightReceiver, home: torch.device) -> torch.device:

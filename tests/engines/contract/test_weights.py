@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,6 +188,29 @@ async def test_a_transfer_that_breaks_is_an_error_and_a_retry_mends_it(
     with pytest.raises(EngineError, match="network is gone"):
         await served.engine.generate(PROMPT, GREEDY)
     await update_weights(served.engine.engines, source, transport, settings)
+    await transport.close()
+    served.held = 1
+    await assert_speaks_for(served, 1, source.version)
+
+
+@every_server
+async def test_a_process_that_has_inherited_the_connections_keeps_no_server_waiting(
+    served: EngineUnderTest,
+) -> None:
+    assert isinstance(served.engine, EnginePool)
+    transport = await used_transport(served, 2)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    try:
+        settings = UpdateSettings(bucket_bytes=1 << 14, timeout=60)
+        source = source_of(served.models[1], next(served.versions))
+        with pytest.raises(EngineError, match="network is gone"):
+            await update_weights(
+                served.engine.engines, source, AfterOneBucket(transport, breaks), settings
+            )
+        await update_weights(served.engine.engines, source, transport, settings)
+    finally:
+        child.kill()
     await transport.close()
     served.held = 1
     await assert_speaks_for(served, 1, source.version)
