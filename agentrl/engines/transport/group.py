@@ -2,7 +2,7 @@
 
 The learner's rank 0 is rank 0 of the group, every engine process another rank. Each bucket is one
 broadcast of bytes. The group is made at the first transfer, made anew when the set of engines
-changes, and torn down when a transfer fails, which also ends what the other side still waits for.
+changes, and torn down when a transfer fails.
 
 The first transfer of a group announces each bucket before it is sent. The next ones bring the same
 buckets, so that all are announced at once, and nobody waits for a request between two of them.
