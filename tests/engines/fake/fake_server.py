@@ -67,6 +67,8 @@ class Sampler:
         self.old = False
         """Whether it knows nothing of versions, like the servers of a few releases ago."""
         self.requests: list[str] = []
+        self.received = 0
+        """Buckets that were broadcast."""
         """Every path that was asked for."""
         self.generated: list[dict[str, Any]] = []
         """Body and headers of every request for tokens."""
@@ -174,6 +176,7 @@ class Sampler:
             sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
             torch.distributed.broadcast(flat, src=0, group=self.groups[group])
+            self.received += 1
             names = [name for name, _, _ in specs]
             parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
             self.load({name: part.view(dtype).view(shape) for name, part, dtype, shape in parts})
@@ -361,7 +364,11 @@ def _handler(sampler: Sampler, answer: Any) -> type[BaseHTTPRequestHandler]:
         disable_nagle_algorithm = True  # as servers do: head and body of an answer are two writes
 
         def do_GET(self) -> None:
-            answers = {"/fake/requests": sampler.requests, "/fake/generated": sampler.generated}
+            answers = {
+                "/fake/requests": sampler.requests,
+                "/fake/generated": sampler.generated,
+                "/fake/received": sampler.received,
+            }
             if self.path == "/metrics":
                 self._send_text(200, sampler.metrics, "text/plain; version=0.0.4")
             else:
