@@ -29,7 +29,7 @@ import torch
 from servers import OPTIONS, server_config
 from shapes import build_model
 from split_placement import QUICK_START, wait_for_turn
-from weights import make_peaked
+from updates import make_peaked
 
 from agentrl.config import Config
 from agentrl.engines.factory import make_engine

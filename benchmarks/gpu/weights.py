@@ -22,30 +22,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from servers import server_config
 from shapes import SHAPES, build_model, card
 from transformers import PreTrainedModel
+from updates import logprob_difference, make_peaked, timed
 
 from agentrl.config import Config
 from agentrl.engines.base import Engine, WeightSource
 from agentrl.engines.factory import make_engine
-from agentrl.types import SamplingParams
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 24
 GIB = 2**30
 LOADED = 2
 """Updates that go through the engine's loader before the first that is copied."""
-
-
-async def timed(call: Callable[[], Awaitable[object]]) -> float:
-    """Seconds of one call, with what the GPU was asked to do."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    await call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def copy_bound(model: PreTrainedModel, repeat: int) -> float:
@@ -62,30 +51,6 @@ def copy_bound(model: PreTrainedModel, repeat: int) -> float:
     del target
     torch.cuda.empty_cache()
     return statistics.median(seconds[1:])
-
-
-def make_peaked(model: PreTrainedModel) -> None:
-    """Spread the logits, so that a wrong weight anywhere shows in the log-probabilities."""
-    with torch.no_grad():
-        head = model.get_output_embeddings().weight
-        head.mul_(4.0)
-
-
-async def difference(engine: Engine, model: PreTrainedModel, seed: int) -> float:
-    """Mean |engine - model| of the log-probabilities of what the engine samples."""
-    rng = np.random.default_rng(seed)
-    params = SamplingParams(NEW_TOKENS, min_new_tokens=NEW_TOKENS)
-    found = []
-    for _ in range(PROMPTS):
-        prompt = rng.integers(0, 150_000, PROMPT_TOKENS).tolist()
-        result = await engine.generate(prompt, params)
-        assert result.logprobs is not None, "they were asked for"
-        ids = torch.tensor([prompt + result.token_ids.tolist()], device="cuda")
-        with torch.no_grad():
-            logits = model(ids).logits[0, PROMPT_TOKENS - 1 : -1].float()
-        own = logits.log_softmax(-1).gather(1, ids[0, PROMPT_TOKENS:, None])[:, 0].cpu().numpy()
-        found.append(np.abs(own - result.logprobs).mean())
-    return float(np.mean(found))
 
 
 async def cycle(engine: Engine, update: Callable[[], Awaitable[object]]) -> dict[str, float]:
@@ -115,14 +80,14 @@ async def measure(config: Config, folder: Path, shape: str, repeat: int) -> dict
 
     try:
         await engine.start()
-        result["logprob_difference"] = {"before": await difference(engine, model, 0)}
+        result["logprob_difference"] = {"before": await logprob_difference(engine, model, 0)}
         result["loaded_updates"] = [await timed(update) for _ in range(LOADED)]
         result["updates"] = [await timed(update) for _ in range(repeat)]
         result["update"] = statistics.median(result["updates"])
-        result["logprob_difference"]["after"] = await difference(engine, model, 1)
+        result["logprob_difference"]["after"] = await logprob_difference(engine, model, 1)
         cycles = [await cycle(engine, update) for _ in range(repeat)]
         result["cycle"] = {k: statistics.median(c[k] for c in cycles) for k in cycles[0]}
-        result["logprob_difference"]["after_sleep"] = await difference(engine, model, 2)
+        result["logprob_difference"]["after_sleep"] = await logprob_difference(engine, model, 2)
     finally:
         await engine.close()
     return result
