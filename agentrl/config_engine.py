@@ -157,6 +157,11 @@ class EngineConfig(Section):
                 "engine.api_server_count > 1 with engine.pause_mode abort: of several processes of "
                 "SGLang each waits only for its own requests to end; set pause_mode to keep or wait"
             )
+        if self.kind == "sglang" and self.api_server_count > 1 and self.api_key is not None:
+            raise ValueError(
+                "engine.api_server_count > 1 with engine.api_key: several processes of SGLang know "
+                "no key; set api_server_count to 1, or leave the key out"
+            )
         if self.sleep_level != 1 and not self.enable_sleep:
             raise ValueError("engine.sleep_level would be ignored: set engine.enable_sleep too")
         given = sorted(OWN_OPTIONS.keys() & self.extra.keys())

@@ -148,6 +148,9 @@ def sglang_launch(
         options["dp_size"] = config.data_parallel_size
     if config.api_server_count > 1:
         options["tokenizer_worker_num"] = config.api_server_count
+        # Each would send a request to try itself, long after the others answer: an update would
+        # meet it, or a sleeping server.
+        options["skip_server_warmup"] = True
     if tells_experts:
         options["enable_return_routed_experts"] = True
     if config.enable_sleep:

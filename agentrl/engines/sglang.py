@@ -33,6 +33,9 @@ PACKAGE = "agentrl_sglang_loader"
 LOADER = f"{PACKAGE}.load"
 """What a server that has our loader calls it."""
 
+FLUSH_SECONDS = 10
+"""How long a server may take to be rid of requests that stand in the way of a flush."""
+
 # Whoever updates decides itself what happens to requests and to the cache.
 UNTOUCHED = {"flush_cache": False, "abort_all_requests": False}
 
@@ -171,7 +174,8 @@ class SGLangEngine(RemoteEngine):
         except RequestRefusedError:
             await self._client.post("/abort_request", {"abort_all": True})
             await self._gate.wait_idle()
-            await self._client.post("/flush_cache", repeatable=True)
+            patience = {"timeout": str(FLUSH_SECONDS)}  # what was ended may take a step more
+            await self._client.post("/flush_cache", params=patience, repeatable=True)
 
     async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:
         await self._post_tensors(buckets, LOADER)

@@ -8,7 +8,7 @@ alike. Every round has prompts of its own, so that nothing is cached before it. 
 tokens per second, medians over rounds; the ratio is the median of the ratios of each round.
 
     python benchmarks/gpu/rollout.py --engine vllm [--shape qwen2.5-1.5b] [--python PYTHON]
-        [--processes 1 4] [--api-servers 4] [--json]
+        [--processes 4] [--api-servers 4] [--json]
 """
 
 from __future__ import annotations
@@ -330,10 +330,10 @@ def main() -> None:
     parser.add_argument("--workload", default="{}", help="JSON with fields of episodes.Workload")
     parser.add_argument("--rounds", type=int, default=5, help="the median counts")
     parser.add_argument(
-        "--processes", type=int, nargs="+", default=[1, 4], help="values of rollout.num_processes"
+        "--processes", type=int, nargs="+", default=[4], help="values of rollout.num_processes"
     )
     parser.add_argument(
-        "--api-servers", type=int, default=1, help="engine.api_server_count of the server"
+        "--api-servers", type=int, default=4, help="engine.api_server_count of the server"
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()

@@ -21,13 +21,14 @@ pass. It asks for the log-probability of every sampled token, which cannot be tu
 asks on its default share of the episodes. TRL's weights, gradients and moments are float32, and it
 computes in bfloat16 under autocast, which is its default; with `--trl-weights bfloat16` all of them
 are bfloat16, which is faster and keeps no small update. agentrl computes with bfloat16 weights and
-steps float32 ones beside them. Its vLLM is a server and its weights travel by CUDA IPC. On both
-sides the learner stays on the GPU while vLLM samples; with `--offload` agentrl's waits in host
+steps float32 ones beside them. Its vLLM is a server, of which `--api-servers` processes answer, and
+its weights travel by CUDA IPC; with `--engine sglang` it samples from SGLang. On both sides the
+learner stays on the GPU while vLLM samples; with `--offload` agentrl's waits in host
 memory meanwhile, which is its default and nothing that TRL can do. It computes a prompt once for
 its group, `--max-tokens-per-gpu` tokens at a time.
 
-    python benchmarks/gpu/vs_trl.py [--shape qwen2.5-0.5b] [--python PYTHON] [--trl-python PYTHON]
-        [--sides trl agentrl] [--json]
+    python benchmarks/gpu/vs_trl.py [--shape qwen2.5-0.5b] [--engine vllm] [--python PYTHON]
+        [--trl-python PYTHON] [--sides trl agentrl] [--json]
 
 `--python` is that of agentrl's server, `--trl-python` one with TRL, liger-kernel and vLLM; the
 extras `bench` and `liger` have the first two.
@@ -53,6 +54,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, TRL wants a 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from servers import OPTIONS
 from shapes import SHAPES, build_model, card, save_folder
 
 from agentrl.train.metrics_file import read_metrics
@@ -91,16 +93,14 @@ def trl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[str,
 def agentrl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Sections of the configuration; a server on the CPU, to try it out, has none of the GPU's."""
     engine: dict[str, Any] = {
-        "kind": "vllm",
+        "kind": arguments.engine,
         "python": arguments.python,
         "max_num_seqs": workload.episodes,
+        "api_server_count": arguments.api_servers,
     }
     train: dict[str, Any] = {"max_tokens_per_gpu": arguments.max_tokens_per_gpu}
     if torch.cuda.is_available():
-        engine["extra"] = {
-            "gpu_memory_utilization": arguments.memory_share,
-            "max_num_batched_tokens": VLLM_TOKENS,
-        }
+        engine["extra"] = engine_options(arguments.engine, arguments.memory_share)
         if arguments.sleep:
             engine |= {"enable_sleep": True, "sleep_level": 2}
             train["offload_for_rollouts"] = arguments.offload
@@ -110,6 +110,14 @@ def agentrl_settings(arguments: argparse.Namespace, workload: Workload) -> dict[
         "rollout": {"max_concurrency": workload.episodes},
         "train": train,
     }
+
+
+def engine_options(kind: str, memory_share: float) -> dict[str, Any]:
+    """Of agentrl's server on a GPU; vLLM's are TRL's."""
+    if kind == "vllm":
+        return {"gpu_memory_utilization": memory_share, "max_num_batched_tokens": VLLM_TOKENS}
+    options = {name: value for name, value in OPTIONS[kind].items() if name != "load_format"}
+    return options | {"mem_fraction_static": memory_share}
 
 
 def save_model(shape: str, folder: Path) -> int:
@@ -219,7 +227,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sides", nargs="+", choices=("trl", "agentrl"), default=["trl", "agentrl"]
     )
-    parser.add_argument("--python", help="Python of agentrl's vLLM")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="agentrl's")
+    parser.add_argument("--python", help="Python of agentrl's server")
+    parser.add_argument(
+        "--api-servers", type=int, default=4, help="engine.api_server_count of agentrl's server"
+    )
     parser.add_argument("--trl-python", default=sys.executable, help="Python with TRL and vLLM")
     parser.add_argument("--steps", type=int, default=7, help="batches of a side, at least 3")
     parser.add_argument("--lr", type=float, default=3e-4)

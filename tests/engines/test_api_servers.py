@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,31 @@ async def test_several_processes_answer_and_weights_change_under_all_of_them(
         await given_up_requests_end(pool)
 
 
+def until_all_are_ready(folder: Path, count: int) -> None:
+    """Wait until so many processes of SGLang have said so."""
+    log = next(folder.rglob("sglang-0.log"))
+    for _ in range(600):
+        if log.read_text().count("ready to roll") == count:
+            return
+        time.sleep(0.2)
+    raise AssertionError("some of its processes never became ready")
+
+
+@pytest.mark.engine
+async def test_no_process_of_a_server_that_answers_sends_a_request_of_its_own(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """SGLang's would, as each becomes ready: into an update, or a server that sleeps."""
+    async with running("sglang", model_folder, tmp_path, api_server_count=3) as pool:
+        (engine,) = pool.engines
+        await asyncio.to_thread(until_all_are_ready, tmp_path, 3)
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"{url_of(engine)}/metrics")).text
+        assert "sglang:" in text
+        counts = re.findall(r"^sglang:prompt_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE)
+        assert sum(map(float, counts)) < 6, "more than the health checks, of a token each"
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_servers_are_started_with_their_processes(count: int, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
@@ -128,6 +154,7 @@ def test_servers_are_started_with_their_processes(count: int, tmp_path: Path) ->
         ({"kind": "transformers"}, "engine.api_server_count would be ignored"),
         ({"kind": "vllm", "urls": ["http://a:1"]}, "engine.api_server_count would be ignored"),
         ({"kind": "sglang", "pause_mode": "abort"}, "set pause_mode to keep or wait"),
+        ({"kind": "sglang", "api_key": "secret"}, "set api_server_count to 1, or leave"),
         ({"kind": "vllm", "lora": "adapter"}, "or engine.lora to merged"),
     ],
 )
