@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
-__all__ = ["SENT", "ManyConnections"]
+__all__ = ["REUSED", "SENT", "ManyConnections"]
 
 SENT = "agentrl.sent"
 """An extension of a request: what is called when all of it is written."""
+REUSED = "agentrl.reused"
+"""An extension that a request gets: whether it went over a connection that was idle before."""
 
 
 class ManyConnections(httpx.AsyncBaseTransport):
@@ -34,6 +36,7 @@ class ManyConnections(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request over the connection that was used last, or a new one."""
+        request.extensions[REUSED] = bool(self._idle)
         connection = self._idle.pop() if self._idle else self._open()
         if (sent := request.extensions.get(SENT)) is not None:
             request.stream = _Outgoing(request.content, sent)

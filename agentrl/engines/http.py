@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import httpx
 
-from agentrl.engines.connections import SENT, ManyConnections
+from agentrl.engines.connections import REUSED, SENT, ManyConnections
 from agentrl.errors import EngineError
 
 __all__ = ["EngineClient", "NoAnswerError", "RequestRefusedError"]
@@ -24,6 +25,8 @@ KEEPALIVE_SECONDS = 2.0
 """Both servers run uvicorn, which closes a connection that was idle for 5 s."""
 ATTEMPTS = 3
 RETRY_PAUSE = 0.2
+CLOSING_SECONDS = 1.0
+"""A connection that breaks later than this after a request began was not closed before it came."""
 CONNECT_SECONDS = 10.0
 
 
@@ -136,6 +139,7 @@ class EngineClient:
             extensions={"timeout": timeout.as_dict(), SENT: sent},
         )
         for attempt in range(1, ATTEMPTS + 1):
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(limit):
                     response = await self._exchange(request)
@@ -146,7 +150,8 @@ class EngineClient:
                     late=True,
                 ) from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                if attempt < ATTEMPTS and self._may_repeat(error, repeatable):
+                was_idle = request.extensions[REUSED] and time.monotonic() - began < CLOSING_SECONDS
+                if attempt < ATTEMPTS and self._may_repeat(error, repeatable and was_idle):
                     await asyncio.sleep(RETRY_PAUSE * attempt)
                     continue
                 raise NoAnswerError(
@@ -173,5 +178,6 @@ class EngineClient:
     def _may_repeat(error: httpx.RequestError, repeatable: bool) -> bool:
         if isinstance(error, httpx.ConnectError):
             return True
-        # A kept connection that the server has just closed ends like this before any answer.
+        # A kept connection that the server has just closed ends like this before any answer. Other
+        # ends are a death: the request may live on there, where its double would meet it.
         return repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)

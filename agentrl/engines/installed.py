@@ -11,14 +11,20 @@ from functools import cache
 from agentrl.config_engine import EngineConfig
 from agentrl.errors import UsageError
 
-__all__ = ["check_python", "vllm_knows_option"]
+__all__ = ["check_python", "knows_option"]
 
+_OPTIONS = {
+    "vllm": ("entrypoints/**/cli_args.py",),
+    "sglang": ("srt/server_args.py", "srt/arg_groups/**/*.py"),
+}
+"""The files of a package that name its options."""
 _LOOK = """
 import importlib.util, pathlib, sys
-spec = importlib.util.find_spec("vllm")
-folder = pathlib.Path(spec.submodule_search_locations[0]) / "entrypoints" if spec else None
-files = folder.rglob("cli_args.py") if folder else ()
-print(any(sys.argv[1] in file.read_text() for file in files))
+package, option, *patterns = sys.argv[1:]
+spec = importlib.util.find_spec(package)
+folder = pathlib.Path(spec.submodule_search_locations[0]) if spec else None
+files = [file for pattern in patterns for file in folder.glob(pattern)] if folder else []
+print(any(option in file.read_text() for file in files))
 """
 
 
@@ -35,20 +41,26 @@ def check_python(config: EngineConfig) -> None:
         )
 
 
-def vllm_knows_option(python: str, env: Mapping[str, str], name: str) -> bool:
-    """Whether `vllm serve` of that Python has an option; names are spelt with underscores.
+def knows_option(kind: str, python: str, env: Mapping[str, str], name: str) -> bool:
+    """Whether the server of that Python has an option; names are spelt with underscores.
 
-    Newer versions need flags that older ones refuse. False where there is no vLLM, or no Python:
-    starting the server says so.
+    Newer versions need flags that older ones refuse. False where there is no such engine, or no
+    Python: starting the server says so.
+
+    Args:
+        kind: vllm or sglang.
+        python: that of the servers.
+        env: their environment variables beside this process's.
+        name: of the option.
     """
-    return _look(python, env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), name)
+    return _look(kind, python, env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")), name)
 
 
 @cache
-def _look(python: str, path: str, name: str) -> bool:
+def _look(kind: str, python: str, path: str, name: str) -> bool:
     try:
         done = subprocess.run(
-            [python, "-c", _LOOK, name],
+            [python, "-c", _LOOK, kind, name, *_OPTIONS[kind]],
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": path},

@@ -13,10 +13,12 @@ from typing import Any
 from agentrl.config import EngineConfig
 from agentrl.config_engine import VLLM_LORA_RANKS
 from agentrl.engines import on_cpu, sglang
-from agentrl.engines.installed import vllm_knows_option
+from agentrl.engines.installed import knows_option
 
 __all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
 
+OWN_SOCKETS = "enable_http_worker_reuseport"
+"""Of SGLang's processes, else one takes most connections; it does not go with HTTP/2."""
 SGLANG_SPARE_TOKENS = 8
 """SGLang keeps a few tokens of its context for itself; the prompt may be 6 shorter than it."""
 
@@ -81,7 +83,7 @@ def vllm_launch(
         "weight_transfer_config": {"backend": "agentrl"},
         "disable_uvicorn_access_log": True,  # a line for each of many thousand requests
     }
-    if vllm_knows_option(_python(config), config.env, "enable_scale_out"):
+    if knows_option("vllm", _python(config), config.env, "enable_scale_out"):
         options["enable_scale_out"] = True  # opens the route for tokens, which was open before
     if not gpu:
         options |= on_cpu.VLLM_OPTIONS
@@ -151,6 +153,9 @@ def sglang_launch(
         # Each would send a request to try itself, long after the others answer: an update would
         # meet it, or a sleeping server.
         options["skip_server_warmup"] = True
+        http2 = config.extra.get("enable_http2", False)
+        if not http2 and knows_option("sglang", _python(config), config.env, OWN_SOCKETS):
+            options[OWN_SOCKETS] = True
     if tells_experts:
         options["enable_return_routed_experts"] = True
     if config.enable_sleep:

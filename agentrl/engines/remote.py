@@ -38,7 +38,7 @@ ABORT_SECONDS = 10.0
 METRICS_INTERVAL = 2.0
 """Seconds between two readings of the server's metrics while requests are in flight."""
 METRICS_SECONDS = 10.0
-DEATH_SECONDS = 1.5
+DEATH_SECONDS = 3.0
 """How long after a broken connection the end of the server process is waited for."""
 
 
@@ -377,8 +377,8 @@ class RemoteEngine(Engine, UpdatableEngine):
             self._stats.record_server(prometheus.parse(text))
 
     @abstractmethod
-    async def _abort(self, request_id: str) -> bool:
-        """End one request on the server; whether it has confirmed that."""
+    async def _abort(self, request_id: str) -> None:
+        """End one request on the server; returns when it has ended there."""
 
     @abstractmethod
     async def _pause(self, mode: PauseMode) -> None: ...
@@ -436,9 +436,11 @@ class RemoteEngine(Engine, UpdatableEngine):
             broken = error.status >= httpx.codes.INTERNAL_SERVER_ERROR
         if self.server is None or not broken:
             return error
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self.server.died.wait(), DEATH_SECONDS)
-        return EngineError(self.server.describe_death()) if self.dead else error
+        except TimeoutError:
+            return error
+        return EngineError(self.server.last_death)  # it may be starting again already
 
     def _read_metrics_now_and_then(self) -> None:
         """Read the server's metrics while it works: how full its cache is cannot be seen later."""
@@ -468,9 +470,9 @@ class RemoteEngine(Engine, UpdatableEngine):
     async def _try_abort(self, request_id: str) -> None:
         try:
             async with asyncio.timeout(ABORT_SECONDS):
-                confirmed = await self._abort(request_id)
+                await self._abort(request_id)
         except (EngineError, TimeoutError) as error:
             logger.debug("request %s was not aborted: %s", request_id, error)
             return
         if request_id in self._strays:  # else the server was started again meanwhile
-            self._strays[request_id] = confirmed
+            self._strays[request_id] = True

@@ -65,7 +65,8 @@ def first_error(path: Path, start: int = 0) -> str:
         file.seek(start)
         for line in file:
             text = line.decode(errors="replace")
-            if "WARNING" not in text and (found := _EXCEPTION.search(text)):
+            harmless = "WARNING" in text or "disabled:" in text
+            if not harmless and (found := _EXCEPTION.search(text)):
                 return found.group().strip()
     return ""
 
@@ -110,7 +111,10 @@ class EngineServer:
         self._answered = False
         self._log_start = 0
         self.died = asyncio.Event()
-        """Set when the process ended without being asked to, or did not start."""
+        """Set when the process ended without being asked to, or did not start; each start makes
+        another one."""
+        self.last_death = ""
+        """What was said of it when `died` was set the last time."""
 
     @property
     def pid(self) -> int | None:
@@ -161,8 +165,9 @@ class EngineServer:
         self._watcher = asyncio.create_task(self._watch(self._process))
         try:
             await self._wait_for_health()
-        except BaseException:
+        except BaseException as error:
             await self.stop()
+            self.last_death = str(error)
             self.died.set()
             raise
 
@@ -190,8 +195,9 @@ class EngineServer:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
         if not self._stopping:
+            self.last_death = self.describe_death()
             if self._answered:  # else `start` raises it
-                logger.error("%s", self.describe_death())
+                logger.error("%s", self.last_death)
             self.died.set()
 
     async def _wait_for_health(self) -> None:

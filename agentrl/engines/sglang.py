@@ -189,9 +189,8 @@ class SGLangEngine(RemoteEngine):
         path = "/update_weights_from_tensor"
         await self._client.post(path, body, sent=self._read_due_metrics)
 
-    async def _abort(self, request_id: str) -> bool:
+    async def _abort(self, request_id: str) -> None:
         await self._client.post("/abort_request", {"rid": request_id}, repeatable=True)
-        return True
 
     async def _pause(self, mode: PauseMode) -> None:
         # Held requests give their cache back, so that it can be flushed; under `wait` there are

@@ -67,12 +67,11 @@ class RoutedSGLangEngine(SGLangEngine):
                 return
         raise EngineError(f"{self.label} did not drop its prefix cache: update again")
 
-    async def _abort(self, request_id: str) -> bool:
+    async def _abort(self, request_id: str) -> None:
         aborts = (SGLangEngine._abort(peer, request_id) for peer in self.peers)
         for result in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        return True
 
 
 def behind_one_router(engines: Sequence[RoutedSGLangEngine]) -> None:

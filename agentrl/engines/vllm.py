@@ -7,6 +7,7 @@ log-probabilities, and for every transport but `disk` the plugin of `vllm_plugin
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ __all__ = ["VLLMEngine", "install_plugin"]
 PLUGIN = "agentrl_vllm_plugin"
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests that came in as tokens."""
+ENDING_SECONDS = 3.0
+"""After which a server has ended a request whose connection was closed."""
 RECEIVE_PART = "agentrl_receive_part"
 """A method that the plugin gives to vLLM's workers."""
 
@@ -184,14 +187,14 @@ class VLLMEngine(RemoteEngine):
         limit = self._update.timeout
         await self._client.post(path, call, limit=limit, sent=self._read_due_metrics)
 
-    async def _abort(self, request_id: str) -> bool:
+    async def _abort(self, request_id: str) -> None:
         if self._api_servers > 1:
             # Only the one that has the request could end it, and none can be chosen. That one ends
             # it by itself, since its connection is closed, but says nothing.
-            return False
+            await asyncio.sleep(ENDING_SECONDS)
+            return
         body = {"request_ids": [ID_PREFIX + request_id]}
         await self._client.post("/abort_requests", body, repeatable=True)
-        return True
 
     async def _pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause", params={"mode": mode, "clear_cache": "false"})

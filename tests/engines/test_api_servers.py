@@ -71,9 +71,11 @@ async def given_up_requests_end(pool: EnginePool) -> None:
     await asyncio.wait(calls)
     await until_sampling(engine, False)
     assert engine.stats()["cancelled_requests"] == 16
+    await asyncio.sleep(4)  # vLLM does not say that they have ended
     await pool.pause("wait")
     await pool.resume()
     assert len((await pool.generate(PROMPT, SamplingParams(4))).token_ids) == 4
+    assert engine._strays == {}, "every later update would pause the server for them"
 
 
 @pytest.mark.parametrize("kind", REAL)
@@ -106,6 +108,31 @@ async def test_several_processes_answer_and_weights_change_under_all_of_them(
         assert {each[-1] for each in versions} >= {2}
 
         await given_up_requests_end(pool)
+
+
+VITAL = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REAL)
+async def test_a_server_whose_engine_process_dies_is_replaced(
+    kind: str, model_folder: Path, tmp_path: Path
+) -> None:
+    """Its other processes do not say so, or do not know."""
+    async with running(kind, model_folder, tmp_path, api_server_count=2) as pool:
+        (engine,) = pool.engines
+        assert engine.server is not None
+        assert len((await pool.generate(PROMPT, SamplingParams(4))).token_ids) == 4
+        await asyncio.sleep(6)  # the supervisor looks for new processes every 5 s
+        supervisor = psutil.Process(engine.server.pid)
+        family = supervisor.children(recursive=True)
+        died = engine.server.died
+        next(p for p in family if p.cmdline() and p.cmdline()[0].startswith(VITAL[kind])).kill()
+        await asyncio.wait_for(died.wait(), 15)
+        await pool.settled()
+        assert len((await pool.generate(PROMPT, SamplingParams(4))).token_ids) == 4
+        _, left = psutil.wait_procs(family, timeout=10)
+        assert left == []
 
 
 def until_all_are_ready(folder: Path, count: int) -> None:
@@ -146,6 +173,22 @@ def test_servers_are_started_with_their_processes(count: int, tmp_path: Path) ->
     }
     for flag, line in lines.items():
         assert (line[line.index(flag) + 1] if flag in line else "1") == str(count)
+
+
+def test_each_process_of_sglang_gets_connections_of_its_own_where_it_can(tmp_path: Path) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    known = "enable_http_worker_reuseport: bool = False"
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(known)
+
+    def line(**settings: Any) -> list[str]:
+        config = EngineConfig(kind="sglang", env={"PYTHONPATH": str(tmp_path)}, **settings)
+        return list(sglang_launch(config, "m", dtype="float32", max_model_len=64).with_port(1))
+
+    flag = "--enable-http-worker-reuseport"
+    assert flag in line(api_server_count=2)
+    assert flag not in line(api_server_count=1)
+    assert flag not in line(api_server_count=2, extra={"enable_http2": True})
 
 
 @pytest.mark.parametrize(

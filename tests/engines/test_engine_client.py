@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -70,4 +72,56 @@ async def test_an_answer_that_cannot_be_read_to_its_end_is_none(answer: bytes) -
         client = EngineClient(f"http://{place}", limit=5)
         with pytest.raises(NoAnswerError, match="is gone"):
             await client.post("/generate", {})
+        await client.close()
+
+
+@asynccontextmanager
+async def breaking(seconds: float) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that answers `/first` and breaks every other request off after some seconds.
+
+    Yields its address and the connection of each request.
+    """
+    requests: list[int] = []
+    connections = itertools.count()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = next(connections)
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed it
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(2)  # the body, {}
+                requests.append(number)
+                if b" /first " not in head and len(requests) < 4:
+                    await asyncio.sleep(seconds)
+                    break
+                writer.write(WHOLE)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield f"http://{host}:{port}", requests
+
+
+async def test_a_request_that_meets_the_end_of_an_idle_connection_is_sent_again() -> None:
+    async with breaking(0) as (url, requests):
+        client = EngineClient(url, limit=5)
+        await asyncio.gather(*(client.post("/first", {}, repeatable=True) for _ in range(2)))
+        await client.post("/generate", {}, repeatable=True)
+        assert requests[2] in (0, 1)
+        assert len(requests) == 4
+        await client.close()
+
+
+@pytest.mark.parametrize(("warm", "seconds"), [(True, 1.2), (False, 0)])
+async def test_a_request_that_a_server_may_be_at_is_not_sent_again(
+    warm: bool, seconds: float
+) -> None:
+    """The process that reads requests died, the one that samples has the request still."""
+    async with breaking(seconds) as (url, requests):
+        client = EngineClient(url, limit=5)
+        if warm:
+            await client.post("/first", {}, repeatable=True)
+        with pytest.raises(NoAnswerError, match="is gone"):
+            await client.post("/generate", {}, repeatable=True)
+        assert len(requests) == 1 + warm
         await client.close()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from agentrl.engines.base import Engine
 from agentrl.engines.factory import make_engine
-from agentrl.engines.installed import vllm_knows_option
+from agentrl.engines.installed import knows_option
 from agentrl.engines.pool import EnginePool
 from agentrl.errors import EngineError
 from agentrl.types import SamplingParams
@@ -85,12 +85,21 @@ async def test_a_server_that_knows_no_versions_is_told_one_only_once(
         assert asked.count("/update_weight_version") == 1
 
 
-def test_options_are_read_out_of_the_engine_s_own_files(tmp_path: Path) -> None:
-    folder = tmp_path / "vllm" / "entrypoints" / "openai"
-    folder.mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
-    (folder / "cli_args.py").write_text("class Arguments:\n    enable_scale_out: bool = False\n")
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("vllm", "entrypoints/openai/cli_args.py"),
+        ("sglang", "srt/server_args.py"),
+        ("sglang", "srt/arg_groups/fields/serving.py"),
+    ],
+)
+def test_options_are_read_out_of_the_engine_s_own_files(
+    kind: str, file: str, tmp_path: Path
+) -> None:
+    (tmp_path / kind / file).parent.mkdir(parents=True)
+    (tmp_path / kind / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / kind / file).write_text("class Arguments:\n    enable_scale_out: bool = False\n")
     env = {"PYTHONPATH": str(tmp_path)}
-    assert vllm_knows_option(sys.executable, env, "enable_scale_out")
-    assert not vllm_knows_option(sys.executable, env, "enable_time_travel")
-    assert not vllm_knows_option(str(tmp_path / "no-python"), env, "enable_scale_out")
+    assert knows_option(kind, sys.executable, env, "enable_scale_out")
+    assert not knows_option(kind, sys.executable, env, "enable_time_travel")
+    assert not knows_option(kind, str(tmp_path / "no-python"), env, "enable_scale_out")

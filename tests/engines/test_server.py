@@ -30,10 +30,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+WITH_CHILD = HEALTHY.replace("[sys.executable,", '["TITLE",').replace(
+    "start_new_session", "executable=sys.executable, start_new_session"
+)
 FAILING = "import sys; print('loading the model'); sys.exit('out of memory on device 0')"
 LOUD = """
 import sys
 print("(Server) WARNING: few files may be open, which can end in `OSError: Too many open files`")
+print("Responses API disabled: it needs more (ModuleNotFoundError: No module named 'harmony')")
 print("(Worker) ERROR: RuntimeError: no kernel for head_dim=16")
 print("(Core) ERROR: EngineDeadError: see above")
 sys.exit("x\\n" * 100)
@@ -128,6 +132,37 @@ async def test_the_death_of_a_server_is_seen_and_it_can_be_started_again(tmp_pat
     await one.restart()
     assert one.alive
     assert not one.died.is_set()
+    await one.stop()
+
+
+async def kill_child(one: EngineServer, title: str) -> None:
+    supervisor = psutil.Process(one.pid)
+    (child,) = (p for p in supervisor.children(recursive=True) if p.cmdline()[0] == title)
+    await asyncio.sleep(6)  # a search for new processes comes every 5 s
+    child.kill()
+
+
+async def test_a_server_is_dead_when_it_has_lost_its_engine(tmp_path: Path) -> None:
+    """The other processes of an engine may live on, and never answer again."""
+    mark = f"mark-engine-{os.getpid()}"
+    one = server(tmp_path, WITH_CHILD.replace("TITLE", "VLLM::EngineCore"), mark)
+    await one.start()
+    await kill_child(one, "VLLM::EngineCore")
+    await asyncio.wait_for(one.died.wait(), 10)
+    assert "VLLM::EngineCore has ended" in one.describe_death()
+    assert processes(mark) == []
+    await one.stop()
+
+
+async def test_a_server_lives_on_without_a_process_that_it_replaces_itself(tmp_path: Path) -> None:
+    mark = f"mark-reader-{os.getpid()}"
+    one = server(tmp_path, WITH_CHILD.replace("TITLE", "sglang::tokenizer_worker:1"), mark)
+    await one.start()
+    await kill_child(one, "sglang::tokenizer_worker:1")
+    await asyncio.sleep(3)
+    assert one.alive
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(one.url + "/health")).status_code == 200
     await one.stop()
 
 
