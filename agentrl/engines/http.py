@@ -28,6 +28,8 @@ RETRY_PAUSE = 0.2
 CLOSING_SECONDS = 1.0
 """A connection that breaks later than this after a request began was not closed before it came."""
 CONNECT_SECONDS = 10.0
+_CLOSED = (httpx.RemoteProtocolError, httpx.ReadError)
+"""How a connection ends that the other side closes."""
 
 
 class RequestRefusedError(EngineError):
@@ -150,8 +152,12 @@ class EngineClient:
                     late=True,
                 ) from error
             except (httpx.TransportError, httpx.DecodingError) as error:
-                was_idle = request.extensions[REUSED] and time.monotonic() - began < CLOSING_SECONDS
-                if attempt < ATTEMPTS and self._may_repeat(error, repeatable and was_idle):
+                # A kept connection that the server has just closed ends before any answer. Other
+                # ends are a death: the request may live on there, where its double would meet it.
+                soon = time.monotonic() - began < CLOSING_SECONDS
+                was_closed = isinstance(error, _CLOSED) and request.extensions[REUSED] and soon
+                unheard = isinstance(error, httpx.ConnectError) or (repeatable and was_closed)
+                if unheard and attempt < ATTEMPTS:
                     await asyncio.sleep(RETRY_PAUSE * attempt)
                     continue
                 raise NoAnswerError(
@@ -173,11 +179,3 @@ class EngineClient:
         finally:
             await response.aclose()
         return response
-
-    @staticmethod
-    def _may_repeat(error: httpx.RequestError, repeatable: bool) -> bool:
-        if isinstance(error, httpx.ConnectError):
-            return True
-        # A kept connection that the server has just closed ends like this before any answer. Other
-        # ends are a death: the request may live on there, where its double would meet it.
-        return repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)

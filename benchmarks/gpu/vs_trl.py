@@ -22,10 +22,11 @@ asks on its default share of the episodes. TRL's weights, gradients and moments 
 computes in bfloat16 under autocast, which is its default; with `--trl-weights bfloat16` all of them
 are bfloat16, which is faster and keeps no small update. agentrl computes with bfloat16 weights and
 steps float32 ones beside them. Its vLLM is a server, of which `--api-servers` processes answer, and
-its weights travel by CUDA IPC; with `--engine sglang` it samples from SGLang. On both sides the
-learner stays on the GPU while vLLM samples; with `--offload` agentrl's waits in host
-memory meanwhile, which is its default and nothing that TRL can do. It computes a prompt once for
-its group, `--max-tokens-per-gpu` tokens at a time.
+its weights travel by CUDA IPC. With `--engine sglang` it samples from SGLang, so that what the two
+sides have in common of vLLM's is then TRL's alone. On both sides the learner stays on the GPU while
+the engine samples; with `--offload` agentrl's waits in host memory meanwhile, which is its default
+and nothing that TRL can do. It computes a prompt once for its group, `--max-tokens-per-gpu` tokens
+at a time.
 
     python benchmarks/gpu/vs_trl.py [--shape qwen2.5-0.5b] [--engine vllm] [--python PYTHON]
         [--trl-python PYTHON] [--sides trl agentrl] [--json]
@@ -275,6 +276,7 @@ def main() -> None:
         )
         result = {
             **card(),
+            **versions(arguments.python or sys.executable, [arguments.engine]),
             **versions(arguments.trl_python, ["trl", "vllm", "liger_kernel"]),
             "settings": {
                 name: str(value) if isinstance(value, Path) else value

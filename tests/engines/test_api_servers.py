@@ -25,6 +25,7 @@ from agentrl.types import SamplingParams
 
 PROMPT = list(range(3, 60))
 LONG = SamplingParams(400, temperature=2.0)
+VITAL = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
 RUNNING = {"vllm": "vllm:num_requests_running", "sglang": "sglang:num_running_reqs"}
 
 
@@ -108,9 +109,6 @@ async def test_several_processes_answer_and_weights_change_under_all_of_them(
         assert {each[-1] for each in versions} >= {2}
 
         await given_up_requests_end(pool)
-
-
-VITAL = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
 
 
 @pytest.mark.slow

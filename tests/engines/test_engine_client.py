@@ -7,12 +7,14 @@ import base64
 import contextlib
 import gzip
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedError
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 BODY = gzip.compress(b'{"version": 3}')
 GZIP = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
@@ -20,6 +22,14 @@ WHOLE = GZIP + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 SPOILT = GZIP + b"Content-Length: 5\r\n\r\nno zi"
 BROKEN = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"
 MOVED = b"HTTP/1.1 307 Moved\r\nLocation: https://elsewhere/pause\r\nContent-Length: 0\r\n\r\n"
+
+
+@asynccontextmanager
+async def listening(serve: Serve) -> AsyncIterator[str]:
+    """Host and port of a server that has this done with every connection."""
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()[:2]
+        yield f"{host}:{port}"
 
 
 @asynccontextmanager
@@ -33,9 +43,8 @@ async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[str]]]:
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()[:2]
-        yield f"{host}:{port}", heads
+    async with listening(serve) as place:
+        yield place, heads
 
 
 @pytest.mark.parametrize("end", ["", "/"])
@@ -97,9 +106,8 @@ async def breaking(seconds: float) -> AsyncIterator[tuple[str, list[int]]]:
                 await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()[:2]
-        yield f"http://{host}:{port}", requests
+    async with listening(serve) as place:
+        yield f"http://{place}", requests
 
 
 async def test_a_request_that_meets_the_end_of_an_idle_connection_is_sent_again() -> None:

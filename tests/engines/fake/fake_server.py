@@ -67,9 +67,9 @@ class Sampler:
         self.old = False
         """Whether it knows nothing of versions, like the servers of a few releases ago."""
         self.requests: list[str] = []
+        """Every path that was asked for."""
         self.received = 0
         """Buckets that were broadcast."""
-        """Every path that was asked for."""
         self.generated: list[dict[str, Any]] = []
         """Body and headers of every request for tokens."""
         self.metrics = ""
