@@ -93,13 +93,15 @@ def _engine(
     index: int,
 ) -> RemoteEngine:
     section = config.engine
-    kind: Callable[..., RemoteEngine] = SGLangEngine
-    if section.kind == "vllm":
-        kind = partial(VLLMEngine, api_servers=section.api_server_count)
-    elif _has_loader(config):
-        kind = partial(SGLangEngine, has_loader=True)
+    kind: Callable[..., RemoteEngine]
     if section.router_url is not None:
         kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
+    elif section.kind == "vllm":
+        kind = partial(VLLMEngine, api_servers=section.api_server_count)
+    else:
+        kind = partial(
+            SGLangEngine, has_loader=_has_loader(config), api_servers=section.api_server_count
+        )
     server, url = None, None
     if section.urls:
         url = section.urls[index].rstrip("/")

@@ -7,6 +7,7 @@ top-k, so that asking for them together with either is refused.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,12 @@ def install_loader(folder: Path) -> Path:
 
 
 class SGLangEngine(RemoteEngine):
-    """One SGLang server; see `RemoteEngine`. `has_loader` says that it knows `LOADER`."""
+    """One SGLang server; see `RemoteEngine`.
+
+    Args:
+        has_loader: whether the server knows `LOADER`.
+        api_servers: how many of its processes answer.
+    """
 
     token_route = SGLangTokens
     metric_names = MetricNames(
@@ -57,9 +63,9 @@ class SGLangEngine(RemoteEngine):
         counts_preemptions="sglang:num_retracted_reqs",
     )
 
-    def __init__(self, *, has_loader: bool = False, **settings: Any) -> None:
+    def __init__(self, *, has_loader: bool = False, api_servers: int = 1, **settings: Any) -> None:
         super().__init__(**settings)
-        self._has_loader = has_loader
+        self._has_loader, self._api_servers = has_loader, api_servers
         self._knows_sessions = True
         """Whether the server opens and closes updates, as far as it has said."""
         self._update_id = ""
@@ -67,6 +73,16 @@ class SGLangEngine(RemoteEngine):
         """How many parts this update has, if that is known."""
         self._loading = False
         """Whether our loader has been given a part of this update."""
+
+    async def start(self) -> None:
+        """See `RemoteEngine`."""
+        await super().start()
+        await self._freeze_heaps()
+
+    async def restart(self) -> None:
+        """See `RemoteEngine`."""
+        await super().restart()
+        await self._freeze_heaps()
 
     async def load_folder(self, folder: Path) -> None:
         """Reload from safetensors."""
@@ -176,6 +192,21 @@ class SGLangEngine(RemoteEngine):
             await self._gate.wait_idle()
             patience = {"timeout": str(FLUSH_SECONDS)}  # what was ended may take a step more
             await self._client.post("/flush_cache", params=patience, repeatable=True)
+
+    async def _freeze_heaps(self) -> None:
+        """Keep what a server of ours has loaded from its garbage collectors (see `agentrl.heap`).
+
+        Those that sample hear of it for certain; of several processes that answer, any may take a
+        connection, so that not each of them may.
+        """
+        if self.server is None:
+            return
+        posts = (self._client.post("/freeze_gc") for _ in range(self._api_servers))
+        for answer in await asyncio.gather(*posts, return_exceptions=True):
+            if isinstance(answer, RequestRefusedError) and answer.status == httpx.codes.NOT_FOUND:
+                continue  # a server that does not know it
+            if isinstance(answer, BaseException):
+                raise answer
 
     async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:
         await self._post_tensors(buckets, LOADER)

@@ -122,11 +122,15 @@ class LLM:
         self._conversations.append(conversation)
         return conversation
 
-    async def generate(self, token_ids: SequenceABC[int], **overrides: Any) -> Generation:
+    async def generate(
+        self, token_ids: SequenceABC[int], *, ignore_eos: bool = False, **overrides: Any
+    ) -> Generation:
         """Sample a continuation of `token_ids`.
 
         `overrides` replace fields of the `SamplingParams` for this call. `max_new_tokens` never
-        exceeds the room that is left, and every end-of-turn token of the format stops the turn.
+        exceeds the room that is left. Every end-of-turn token of the format stops the turn, unless
+        `ignore_eos`: then only `stop_token_ids` of this call do, and without any it has
+        `max_new_tokens` tokens. (`min_new_tokens` instead keeps such tokens from being sampled.)
         A call that the engine aborts (to take new weights, say) goes on from its tokens so far.
 
         Raises:
@@ -140,7 +144,7 @@ class LLM:
                 f"{len(token_ids)} tokens leave no room in a context of {self.max_tokens}: "
                 "end the episode when llm.room(length) is below 1"
             )
-        params = self._params(overrides, room)
+        params = self._params(overrides, room, ignore_eos=ignore_eos)
         begun = time.perf_counter()
         try:
             generation = await self._sample(list(token_ids), params)
@@ -216,14 +220,18 @@ class LLM:
             messages=tuple(message for each in conversations for message in each.messages),
         )
 
-    def _params(self, overrides: Mapping[str, Any], room: int) -> SamplingParams:
+    def _params(
+        self, overrides: Mapping[str, Any], room: int, *, ignore_eos: bool
+    ) -> SamplingParams:
         unknown = overrides.keys() - _SAMPLING_FIELDS
         if unknown:
             raise AgentError(
                 f"the agent sets the sampling parameters {', '.join(sorted(unknown))}, which do "
-                f"not exist: use {', '.join(sorted(_SAMPLING_FIELDS))}"
+                f"not exist: use {', '.join(sorted(_SAMPLING_FIELDS | {'ignore_eos'}))}"
             )
         base, changed = self.sampling, dict(overrides)
+        if ignore_eos:
+            base = replace(base, stop_token_ids=())
         if "stop_token_ids" in changed:
             changed["stop_token_ids"] = _union(changed["stop_token_ids"], base.stop_token_ids)
         if changed.get("seed", base.seed) is None:

@@ -6,6 +6,7 @@ is a collective unless it says otherwise.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl import heap
 from agentrl.config import AlgoConfig, Config
 from agentrl.errors import UsageError
 from agentrl.models.activations import recompute_activations
@@ -120,6 +122,7 @@ class LearnerWorker:
                 group, value_model, config, attention=attention, sequence=self._sequence
             )
         self._away: HostCopy | None = None
+        self._heap_frozen = False
         self.reference_engine = None
         if reference is not None:
             self.reference_engine = self._start_reference(reference, config, attention)
@@ -193,6 +196,9 @@ class LearnerWorker:
         grad_norm = step_optimizer(self.engine, lr)
         value_grad_norm = None if self.critic is None else self.critic.step(lr_scale)
         self.optimizer_steps += 1
+        if not self._heap_frozen:  # with what the first step compiles
+            heap.freeze()
+            self._heap_frozen = True
         return StepOutcome(grad_norm, lr, value_grad_norm)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -298,6 +304,7 @@ class LearnerWorker:
 
     def close(self) -> None:
         """Free what DeepSpeed holds."""
+        gc.unfreeze()
         for engine in self.engines:
             end(engine)
 

@@ -14,6 +14,7 @@ engine prints stays out of it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -55,13 +56,17 @@ async def rate(sample: Sample, workload: Workload, seed: int, logprobs: bool) ->
     return sum(counts) / (time.perf_counter() - began)
 
 
-def vllm_sampler(model: str, options: dict[str, Any], workload: Workload) -> tuple[Sample, Close]:
+async def vllm_sampler(
+    model: str, options: dict[str, Any], workload: Workload
+) -> tuple[Sample, Close]:
     """An AsyncLLM."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **options))
+    gc.collect()
+    gc.freeze()  # as its servers do
 
     async def sample(prompt: list[int], name: str, logprobs: bool) -> list[int]:
         params = SamplingParams(
@@ -78,11 +83,14 @@ def vllm_sampler(model: str, options: dict[str, Any], workload: Workload) -> tup
     return sample, engine.shutdown
 
 
-def sglang_sampler(model: str, options: dict[str, Any], workload: Workload) -> tuple[Sample, Close]:
+async def sglang_sampler(
+    model: str, options: dict[str, Any], workload: Workload
+) -> tuple[Sample, Close]:
     """An sglang.Engine."""
     import sglang
 
     engine = sglang.Engine(model_path=model, skip_tokenizer_init=False, **options)
+    await engine.tokenizer_manager.freeze_gc()  # as agentrl has its servers do
     params = {"max_new_tokens": workload.sampled, "ignore_eos": True}
 
     async def sample(prompt: list[int], name: str, logprobs: bool) -> list[int]:
@@ -99,7 +107,7 @@ async def serve(call: dict[str, Any], answers: TextIO) -> None:
     """Start the engine and measure what standard input asks for."""
     workload = Workload(**call["workload"])
     make = {"vllm": vllm_sampler, "sglang": sglang_sampler}[call["kind"]]
-    sample, close = make(call["model"], call["options"], workload)
+    sample, close = await make(call["model"], call["options"], workload)
     try:
         print(json.dumps("ready"), file=answers, flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -35,6 +35,7 @@ from episodes import Workload
 from servers import OPTIONS, server_config
 from shapes import SHAPES, card
 
+from agentrl import heap
 from agentrl.config import Config
 from agentrl.engines import supervisor
 from agentrl.engines.factory import make_engine
@@ -264,6 +265,7 @@ async def measure(
             sides[number] = attempts_in(number, config, pool)
             stack.push_async_callback(sides[number].close)
             await sides[number].start()
+        heap.freeze()  # as a learner does
         return await measure_rounds(config, workload, rounds, sides, limit)
 
 

@@ -18,9 +18,7 @@ class Talk(AgentExecutor):
         context = workload.prompt_ids(example["group"], example["seed"])
         cached = possible = computed = 0
         for feedback in workload.feedback_ids(example["group"], example["member"]):
-            result = await llm.generate(
-                context, min_new_tokens=workload.sampled, logprobs=example["logprobs"]
-            )
+            result = await llm.generate(context, ignore_eos=True, logprobs=example["logprobs"])
             cached += result.cached_tokens if computed else 0
             possible += computed
             context = context + result.token_ids.tolist()

@@ -121,6 +121,18 @@ async def test_a_server_that_dies_in_a_rollout_fails_it_and_comes_back_with_the_
         assert set(result.weight_versions.tolist()) == {1}
 
 
+async def test_the_collector_of_a_server_leaves_alone_what_was_loaded(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "engines" / "sglang-0.log"
+    async with running("fake-sglang", model_folder, tmp_path) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        assert log.read_text().count("Freezing GC") == 1
+        await kill_and_wait(pool.engines[0])
+        await asyncio.wait_for(pool.settled(), 120)
+        assert log.read_text().count("Freezing GC") == 2
+
+
 async def test_the_others_serve_while_one_engine_is_away(
     models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
 ) -> None:

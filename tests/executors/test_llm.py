@@ -43,6 +43,19 @@ async def test_seeds_are_stable_and_differ_between_calls_episodes_and_runs() -> 
     assert len({*first, *others}) == 9
 
 
+async def test_with_ignore_eos_only_the_stops_of_the_call_end_it() -> None:
+    (end, *_) = CHAT.end_token_ids
+    engine = ScriptedEngine([[1, end, 2, 5, 3], [1, end, 2, 5, 3]])
+    llm = make_llm(engine)
+    whole = await llm.generate([1], ignore_eos=True, max_new_tokens=4)
+    assert whole.token_ids.tolist() == [1, end, 2, 5]
+    assert whole.finish_reason == "length"
+    stopped = await llm.generate([1], ignore_eos=True, stop_token_ids=(5,))
+    assert stopped.token_ids.tolist() == [1, end, 2, 5]
+    assert stopped.finish_reason == "stop"
+    assert [call.params.stop_token_ids for call in engine.calls] == [(), (5,)]
+
+
 class NeverRepeats(ScriptedEngine):
     repeats = False
 

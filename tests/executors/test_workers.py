@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FAKE = Path(__file__).parents[1] / "engines" / "fake"
 FAIL_FAST = {"fail_fast": True, "retry_pause": 0.5}
 AGENT = """
-import asyncio, ctypes, logging, os, signal, sys, threading, time
+import asyncio, ctypes, gc, logging, os, signal, sys, threading, time
 from pathlib import Path
 import agentrl as rl
 
@@ -87,7 +87,7 @@ class Env(rl.AgentInstance):
             observation="more",
             reward=float(len(action.text)),
             done=action.turn_index == 1,
-            metrics={"pid": os.getpid()},
+            metrics={"pid": os.getpid(), "frozen": gc.get_freeze_count()},
         )
 
     async def close(self):
@@ -245,6 +245,13 @@ async def test_the_result_is_that_of_one_process(stage: Stage, tmp_path: Path) -
             mine.sequences[0].logprobs, abs=1e-4, nan_ok=True
         )
         assert theirs.timings.engine > 0
+
+
+async def test_the_collector_of_a_process_leaves_alone_what_was_loaded(
+    stage: Stage, tmp_path: Path
+) -> None:
+    result = await stage.scheduler().run(requests(tmp_path / "log", "go"))
+    assert all(trajectory.metrics["frozen"] > 100_000 for trajectory in result.trajectories)
 
 
 async def test_requests_are_counted_once_and_by_the_end_of_the_run(

@@ -260,6 +260,20 @@ def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
 
 
+def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples):
+    learner = Learner(small_llama(), make_config())
+    kept = {id(each) for each in gc.get_objects()}
+    try:
+        learner.forward_backward(samples, learner.config.algo)
+        learner.step()
+        looked_at = gc.get_objects()
+        assert not kept & {id(each) for each in looked_at if each is not kept}
+        assert gc.get_freeze_count() > 10 * len(looked_at)
+    finally:
+        learner.close()
+    assert gc.get_freeze_count() == 0
+
+
 def test_nothing_of_a_closed_learner_is_kept(samples):
     learner = Learner(small_llama(), make_config())
     learner.forward_backward(samples, learner.config.algo)

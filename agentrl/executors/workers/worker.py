@@ -18,7 +18,7 @@ import traceback
 from functools import partial
 from typing import Any, NoReturn
 
-from agentrl import event_loop
+from agentrl import event_loop, heap
 from agentrl.engines.borrower import BorrowedEngine
 from agentrl.engines.lender import Granted, Refused
 from agentrl.errors import AgentError, AgentRLError
@@ -78,6 +78,7 @@ def _serve(descriptor: int) -> None:
     except AgentRLError as error:
         connection.sendall(to_bytes(Failed(Outcome.failed(error))))
         return
+    heap.freeze()
     event_loop.run(worker.serve(connection))
 
 

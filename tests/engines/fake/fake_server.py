@@ -322,6 +322,8 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         return sampler.pause(body["mode"])
     if path == "/continue_generation":
         return sampler.resumed.set()
+    if path == "/freeze_gc" and not sampler.old:
+        return print("Freezing GC in Scheduler process.", flush=True)
     if path == "/flush_cache":
         return sampler.cache.clear()
     if path == "/abort_request":
