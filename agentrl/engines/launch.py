@@ -15,12 +15,15 @@ from agentrl.config_engine import VLLM_LORA_RANKS
 from agentrl.engines import on_cpu, sglang
 from agentrl.engines.installed import knows_option
 
-__all__ = ["Launch", "server_options", "sglang_launch", "vllm_launch"]
+__all__ = ["Launch", "max_running_requests", "server_options", "sglang_launch", "vllm_launch"]
 
 OWN_SOCKETS = "enable_http_worker_reuseport"
 """Of SGLang's processes, else one takes most connections; it does not go with HTTP/2."""
 SGLANG_SPARE_TOKENS = 8
 """SGLang keeps a few tokens of its context for itself; the prompt may be 6 shorter than it."""
+SGLANG_SPARE_REQUESTS = 1
+"""While it computes a prompt in parts, SGLang 0.5.17 counts that request twice: one fewer would run
+than it was allowed, and of as many requests at once the last began when all others had ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def sglang_launch(
         "host": config.host,
         "dtype": dtype,
         "context_length": max_model_len + SGLANG_SPARE_TOKENS,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": max_running_requests(config),
         "random_seed": seed,
         "enable_metrics": True,
         "enable_cache_report": True,
@@ -173,6 +176,11 @@ def sglang_launch(
         options["custom_weight_loader"] = [sglang.LOADER, *others]
     command = [_python(config), "-m", "sglang.launch_server"]
     return Launch((*command, *server_options(options)), env)
+
+
+def max_running_requests(config: EngineConfig) -> int:
+    """SGLang's name for the most requests at once, of all replicas together."""
+    return config.max_num_seqs + SGLANG_SPARE_REQUESTS * config.data_parallel_size
 
 
 def _python_path(config: EngineConfig, folder: Path) -> dict[str, str]:

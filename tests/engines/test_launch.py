@@ -79,6 +79,14 @@ def test_sglang_reaches_the_learners_memory_as_the_learner_reaches_its(
     assert launch.env.get("NCCL_CUMEM_ENABLE") == server
 
 
+@pytest.mark.parametrize(("replicas", "allowed"), [(1, 65), (2, 66)])
+def test_sglang_is_allowed_one_request_more_than_is_to_run(replicas: int, allowed: int) -> None:
+    config = EngineConfig(kind="sglang", max_num_seqs=64, data_parallel_size=replicas)
+    launch = sglang_launch(config, "m", dtype="float32", max_model_len=512)
+    command = launch.with_port(1)
+    assert command[command.index("--max-running-requests") + 1] == str(allowed)
+
+
 def test_sglang_gets_room_for_the_tokens_it_keeps_for_itself() -> None:
     launch = sglang_launch(EngineConfig(kind="sglang"), "m", dtype="float32", max_model_len=512)
     line = launch.with_port(1)
