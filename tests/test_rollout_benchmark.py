@@ -54,6 +54,7 @@ def test_both_sides_take_turns_with_the_same_episodes(kind: str, tmp_path: Path)
     assert ["in process" in turn.split("tok/s")[0] for turn in turns] == [False, False, True] * 6
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["processes"].keys() == {"1", "2"}
+    assert found[kind] in done.stdout.splitlines()[0]
     for ways in found["processes"].values():
         assert ways.keys() == {"with", "without"}
         for way in ways.values():

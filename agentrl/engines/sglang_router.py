@@ -60,7 +60,8 @@ class RoutedSGLangEngine(SGLangEngine):
             try:
                 await self._client.post("/flush_cache", repeatable=True)
             except RequestRefusedError:
-                # Those that run here may have been sent by any of the peers.
+                # Those that run here may have been sent by any of the peers, and one that the
+                # router had not passed on may come after the first of these.
                 await self._client.post("/abort_request", {"abort_all": True})
                 await asyncio.sleep(FLUSH_PAUSE)
             else:

@@ -24,8 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -35,7 +33,7 @@ from typing import Any
 
 import torch
 from logprob_distance import logprob_distance
-from servers import OPTIONS
+from servers import OPTIONS, versions
 from shapes import card
 from trajectory_page import trajectory_page
 
@@ -189,14 +187,6 @@ def wall_of_a_step(steps: Sequence[dict[str, float]]) -> float:
     )
 
 
-def engine_version(arguments: argparse.Namespace) -> str:
-    """Of the server's package."""
-    code = f"import importlib.metadata as m; print(m.version({arguments.engine!r}))"
-    python = arguments.python or sys.executable
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train, then gather what the run left."""
     config = make_config(arguments, folder)
@@ -235,7 +225,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     """The table that a person reads."""
-    print(f"{result['engine']} {result['engine_version']}, {result['card']}", end=", ")
+    print(
+        f"{result['engine']} {result.get(result['engine'], '(unknown)')}, {result['card']}",
+        end=", ",
+    )
     print(f"{result['settings']['steps']} steps in {result['seconds']:.0f} s")
     print(f"{'step':>6}{'held-out accuracy':>20}{'standard error':>16}")
     for row in result["held_out"]:
@@ -291,7 +284,7 @@ def main() -> None:
         result = {
             **card(),
             "engine": arguments.engine,
-            "engine_version": engine_version(arguments),
+            **versions(arguments.python, [arguments.engine]),
             "settings": settings,
             **measure(arguments, folder),
         }

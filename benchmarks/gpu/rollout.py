@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 from episodes import Workload
-from servers import OPTIONS, server_config
+from servers import OPTIONS, server_config, versions
 from shapes import SHAPES, card
 
 from agentrl import heap
@@ -367,6 +367,7 @@ def main() -> None:
         )
     result = {
         **card(),
+        **versions(arguments.python, [arguments.engine]),
         "engine": arguments.engine,
         "shape": arguments.shape,
         "api_servers": arguments.api_servers,
@@ -376,7 +377,8 @@ def main() -> None:
         },
     }
     print(
-        f"{arguments.engine}, {arguments.shape}, {arguments.api_servers} API servers, "
+        f"{arguments.engine} {result.get(arguments.engine, '(unknown)')}, {arguments.shape}, "
+        f"{arguments.api_servers} API servers, "
         f"{result['card']}"
     )
     print(

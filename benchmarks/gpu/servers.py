@@ -1,7 +1,9 @@
-"""The server of a GPU benchmark: a model of some shape with random weights, and its options."""
+"""The server of a GPU benchmark: a model of some shape with random weights, options, versions."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from shapes import save_folder
 
 from agentrl.config import Config
 
-__all__ = ["OPTIONS", "server_config"]
+__all__ = ["OPTIONS", "server_config", "versions"]
 
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,3 +55,15 @@ def server_config(
     return Config.model_validate(
         {"agent": "benchmark", "model": model, "engine": section, "rollout": rollout or {}}
     )
+
+
+def versions(python: str | Path | None, names: list[str]) -> dict[str, str]:
+    """Of the packages among `names` that this Python has; None: the one that runs this."""
+    code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+    found = {}
+    for name in names:
+        command = [python or sys.executable, "-c", code, name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            found[name] = done.stdout.strip()
+    return found

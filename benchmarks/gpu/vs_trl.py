@@ -43,7 +43,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,7 +54,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, TRL wants a 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from servers import OPTIONS
+from servers import OPTIONS, versions
 from shapes import SHAPES, build_model, card, save_folder
 
 from agentrl.train.metrics_file import read_metrics
@@ -167,17 +166,6 @@ def phase_seconds(metrics: Path) -> dict[str, float]:
     }
 
 
-def versions(python: str, names: list[str]) -> dict[str, str]:
-    """Of packages, as that Python finds them; of those that it has."""
-    code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
-    found = {}
-    for name in names:
-        done = subprocess.run([python, "-c", code, name], capture_output=True, text=True)
-        if done.returncode == 0:
-            found[name] = done.stdout.strip()
-    return found
-
-
 def measure(arguments: argparse.Namespace, workload: Workload, folder: Path) -> dict[str, Any]:
     """Run the sides that are wanted; what was found of each, as far as it came."""
     found: dict[str, Any] = {"parameters": save_model(arguments.shape, folder / "model")}
@@ -276,7 +264,7 @@ def main() -> None:
         )
         result = {
             **card(),
-            **versions(arguments.python or sys.executable, [arguments.engine]),
+            **versions(arguments.python, [arguments.engine]),
             **versions(arguments.trl_python, ["trl", "vllm", "liger_kernel"]),
             "settings": {
                 name: str(value) if isinstance(value, Path) else value

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from servers import server_config
+from servers import server_config, versions
 from shapes import SHAPES, build_model, card
 from transformers import PreTrainedModel
 from updates import logprob_difference, make_peaked, timed
@@ -72,10 +73,10 @@ async def measure(config: Config, folder: Path, shape: str, repeat: int) -> dict
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     result: dict[str, Any] = {"gigabytes": size / 1e9, "bound": copy_bound(model, repeat)}
     engine = make_engine(config, run_dir=folder, model_folder=Path(config.model.path))
-    versions = iter(range(1, 1000))
+    numbers = itertools.count(1)
 
     async def update() -> None:
-        source = WeightSource(model.named_parameters, next(versions), live=True)
+        source = WeightSource(model.named_parameters, next(numbers), live=True)
         await engine.update_weights(source)
 
     try:
@@ -115,8 +116,17 @@ def main() -> None:
         }
         config = server_config(arguments.engine, arguments.shape, folder, engine=engine)
         found = asyncio.run(measure(config, folder, arguments.shape, arguments.repeat))
-    result = {**card(), "engine": arguments.engine, "shape": arguments.shape, **found}
-    print(f"{arguments.engine}, {arguments.shape}, {result['gigabytes']:.1f} GB, {result['card']}")
+    result = {
+        **card(),
+        **versions(arguments.python, [arguments.engine]),
+        "engine": arguments.engine,
+        "shape": arguments.shape,
+        **found,
+    }
+    print(
+        f"{arguments.engine} {result.get(arguments.engine, '(unknown)')}, {arguments.shape}, "
+        f"{result['gigabytes']:.1f} GB, {result['card']}"
+    )
     print(f"{'copy within one process':26}{result['bound'] * 1e3:>10.1f} ms")
     for seconds in result["loaded_updates"]:
         print(f"{'update through the loader':26}{seconds * 1e3:>10.1f} ms")
