@@ -18,7 +18,7 @@ from agentrl.engines.answer import Place
 from agentrl.engines.base import Engine, PauseMode, WeightSource
 from agentrl.engines.engine_stats import Answer, EngineCounts
 from agentrl.engines.head_padding import HeadPadding
-from agentrl.engines.remote import RemoteEngine, Send
+from agentrl.engines.remote import DEATH_SECONDS, RemoteEngine, Send
 from agentrl.engines.routing import Router
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
@@ -172,6 +172,8 @@ class EnginePool(Engine):
     async def update_weights(self, source: WeightSource) -> None:
         """Bring new weights into every living engine; see `weight_update`.
 
+        Where a server dies in it they are drawn again, for those that are left or brought back.
+
         Raises:
             EngineError: it failed; the engines refuse requests until an update succeeds.
         """
@@ -192,7 +194,14 @@ class EnginePool(Engine):
             async with self._updating:
                 # Those of now: one may have come back, and others died, until the lock was free.
                 if living := self._alive():
-                    await update_weights(living, source, self._transport, self._update)
+                    ends = [each.server.died for each in living if each.server is not None]
+                    try:
+                        await update_weights(living, source, self._transport, self._update)
+                    except EngineError as error:
+                        if not await _any_of(ends, DEATH_SECONDS):
+                            raise
+                        logger.warning("the update goes on without a server that died: %s", error)
+                        continue
                     self._newest = source
                     return
 
@@ -302,3 +311,14 @@ class EnginePool(Engine):
             await update_weights([engine], self._newest, self._transport, self._update)
         else:
             logger.warning("%s lives again and waits for the next weights", engine.label)
+
+
+async def _any_of(events: Sequence[asyncio.Event], seconds: float) -> bool:
+    """Whether one of the events is set, or will be within so many seconds."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    if not waits:
+        return False
+    done, rest = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in rest:
+        wait.cancel()
+    return bool(done)

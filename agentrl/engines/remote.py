@@ -30,7 +30,7 @@ from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, updat
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
-__all__ = ["RemoteEngine", "Send"]
+__all__ = ["DEATH_SECONDS", "RemoteEngine", "Send"]
 
 logger = logging.getLogger(__name__)
 

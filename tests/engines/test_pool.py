@@ -206,6 +206,60 @@ async def test_an_update_waits_for_the_only_server_to_come_back(
         assert set(result.weight_versions.tolist()) == {2}
 
 
+@pytest.mark.parametrize("kind", FAKES)
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_an_update_goes_on_where_a_server_dies_just_before_it(
+    kind: str,
+    num_engines: int,
+    models: list[PreTrainedModel],
+    model_folder: Path,
+    tmp_path: Path,
+) -> None:
+    async with running(kind, model_folder, tmp_path, num_engines=num_engines) as pool:
+        await pool.update_weights(source_of(models[0], 1, live=True))
+        kill(pool.engines[0])  # nobody knows yet
+        await asyncio.wait_for(pool.update_weights(source_of(models[1], 2, live=True)), 60)
+        await asyncio.wait_for(pool.settled(), 60)
+        for engine in pool.engines:
+            result = await engine.generate(PROMPT, GREEDY)
+            assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+            assert set(result.weight_versions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_an_update_goes_on_where_a_server_dies_in_the_middle_of_it(
+    num_engines: int, models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-vllm", model_folder, tmp_path, num_engines=num_engines) as pool:
+        victims = [pool.engines[0]]
+
+        async def dies_once() -> None:
+            if victims:
+                await kill_and_wait(victims.pop())
+
+        pool._transport = AfterOneBucket(pool._transport, dies_once)
+        pool._update = UpdateSettings(bucket_bytes=1 << 14)
+        await asyncio.wait_for(pool.update_weights(source_of(models[1], 1, live=True)), 60)
+        await asyncio.wait_for(pool.settled(), 60)
+        for engine in pool.engines:
+            result = await engine.generate(PROMPT, GREEDY)
+            assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+            assert set(result.weight_versions.tolist()) == {1}
+
+
+async def test_an_update_that_fails_where_no_server_died_is_an_error(
+    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+) -> None:
+    async def fails() -> None:
+        raise EngineError("the transport broke")
+
+    async with running("fake-vllm", model_folder, tmp_path) as pool:
+        pool._transport = AfterOneBucket(pool._transport, fails)
+        pool._update = UpdateSettings(bucket_bytes=1 << 14)
+        with pytest.raises(EngineError, match="the transport broke"):
+            await pool.update_weights(source_of(models[1], 1))
+
+
 async def test_whoever_waits_for_weights_gets_an_error_when_the_pool_is_closed(
     models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
 ) -> None:
