@@ -73,7 +73,7 @@ class EngineConfig(Section):
 
     kind: Literal["transformers", "vllm", "sglang", "scripted"] = "transformers"
     max_num_seqs: PositiveInt = 64
-    """How many requests one engine samples at once; others wait."""
+    """How many requests one engine samples at once; others wait. (SGLang may take one more.)"""
     max_model_len: PositiveInt | None = None
     """Most tokens of one request, prompt and response; without it, `rollout.max_tokens`."""
     deterministic: bool = True

@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["freeze"]
+__all__ = ["freeze", "thaw"]
+
+_holders = 0
 
 
 def freeze() -> None:
-    """Collect, and look at nothing of what is left again, until `gc.unfreeze`.
+    """Collect, and look at nothing of what is left again, until as many calls of `thaw`.
 
-    Only cycles are what a frozen object may be kept by for ever: others end as before.
+    A frozen object ends as before when nobody refers to it; one that refers to itself, through
+    others or not, is kept until then. So nothing that is to end soon should be there.
     """
+    global _holders
+    _holders += 1
     gc.collect()
     gc.freeze()
+
+
+def thaw() -> None:
+    """Take back one `freeze`; the last has everything looked at again."""
+    global _holders
+    _holders -= 1
+    if _holders == 0:
+        gc.unfreeze()

@@ -15,7 +15,14 @@ from agentrl.config_engine import VLLM_LORA_RANKS
 from agentrl.engines import on_cpu, sglang
 from agentrl.engines.installed import knows_option
 
-__all__ = ["Launch", "max_running_requests", "server_options", "sglang_launch", "vllm_launch"]
+__all__ = [
+    "SGLANG_POLICY",
+    "Launch",
+    "max_running_requests",
+    "server_options",
+    "sglang_launch",
+    "vllm_launch",
+]
 
 OWN_SOCKETS = "enable_http_worker_reuseport"
 """Of SGLang's processes, else one takes most connections; it does not go with HTTP/2."""
@@ -24,6 +31,10 @@ SGLANG_SPARE_TOKENS = 8
 SGLANG_SPARE_REQUESTS = 1
 """While it computes a prompt in parts, SGLang 0.5.17 counts that request twice: one fewer would run
 than it was allowed, and of as many requests at once the last began when all others had ended."""
+
+SGLANG_POLICY = "lpm"
+"""Longest prefix first: of a group that comes at once one computes the prompt, and the others wait
+for it, where the order of arrival has all of them compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,7 @@ def sglang_launch(
         "context_length": max_model_len + SGLANG_SPARE_TOKENS,
         "max_running_requests": max_running_requests(config),
         "random_seed": seed,
+        "schedule_policy": SGLANG_POLICY,
         "enable_metrics": True,
         "enable_cache_report": True,
         "log_level_http": "warning",  # else a line for each of many thousand requests

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,9 @@ from agentrl.engines.sglang_tokens import SGLangTokens
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
+from agentrl.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LOADER", "SGLangEngine", "install_loader"]
 
@@ -34,6 +39,8 @@ PACKAGE = "agentrl_sglang_loader"
 LOADER = f"{PACKAGE}.load"
 """What a server that has our loader calls it."""
 
+FREEZE_SECONDS = 10.0
+"""How long a server may take to keep what it has loaded from its garbage collectors."""
 FLUSH_SECONDS = 10
 """How long a server may take to be rid of requests that stand in the way of a flush."""
 
@@ -197,15 +204,18 @@ class SGLangEngine(RemoteEngine):
         """Keep what a server of ours has loaded from its garbage collectors (see `agentrl.heap`).
 
         Those that sample hear of it for certain; of several processes that answer, any may take a
-        connection, so that not each of them may.
+        connection, so that not each of them may. A server that fails to is only slower.
         """
         if self.server is None:
             return
-        posts = (self._client.post("/freeze_gc") for _ in range(self._api_servers))
+        post = partial(self._client.post, "/freeze_gc", limit=FREEZE_SECONDS)
+        posts = (post() for _ in range(self._api_servers))
         for answer in await asyncio.gather(*posts, return_exceptions=True):
-            if isinstance(answer, RequestRefusedError) and answer.status == httpx.codes.NOT_FOUND:
-                continue  # a server that does not know it
-            if isinstance(answer, BaseException):
+            if isinstance(answer, EngineError):
+                logger.warning(
+                    "garbage collections may stop %s now and then: %s", self.label, answer
+                )
+            elif isinstance(answer, BaseException):
                 raise answer
 
     async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:

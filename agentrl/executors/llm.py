@@ -129,12 +129,13 @@ class LLM:
 
         `overrides` replace fields of the `SamplingParams` for this call. `max_new_tokens` never
         exceeds the room that is left. Every end-of-turn token of the format stops the turn, unless
-        `ignore_eos`: then only `stop_token_ids` of this call do, and without any it has
-        `max_new_tokens` tokens. (`min_new_tokens` instead keeps such tokens from being sampled.)
+        `ignore_eos`: then nothing does, and it ends with `max_new_tokens` tokens by `length`, like
+        any answer that was cut. (`min_new_tokens` keeps such tokens from being sampled.)
         A call that the engine aborts (to take new weights, say) goes on from its tokens so far.
 
         Raises:
-            AgentError: an override is not a field of `SamplingParams`, or not a possible value.
+            AgentError: an override is not a field of `SamplingParams`, or not a possible value; or
+                a turn that nothing ends is given tokens that do.
             ContextOverflowError: there is no room for one token; count with `room` first.
             EngineError: the engine failed.
         """
@@ -230,18 +231,23 @@ class LLM:
                 f"not exist: use {', '.join(sorted(_SAMPLING_FIELDS | {'ignore_eos'}))}"
             )
         base, changed = self.sampling, dict(overrides)
-        if ignore_eos:
-            base = replace(base, stop_token_ids=())
-        if "stop_token_ids" in changed:
-            changed["stop_token_ids"] = _union(changed["stop_token_ids"], base.stop_token_ids)
+        if ignore_eos and overrides.get("stop_token_ids"):
+            raise AgentError(
+                "the agent asks for a turn with ignore_eos, which nothing ends, and sets "
+                "stop_token_ids: leave out one of them"
+            )
         if changed.get("seed", base.seed) is None:
             changed["seed"] = self._next_seed()
-        if changed.get("max_new_tokens", base.max_new_tokens) > room:
-            changed["max_new_tokens"] = room
-            changed["min_new_tokens"] = min(
-                changed.get("min_new_tokens", base.min_new_tokens), room
-            )
         try:
+            if "stop_token_ids" in changed:
+                changed["stop_token_ids"] = _union(changed["stop_token_ids"], base.stop_token_ids)
+            if ignore_eos:
+                changed |= {"stop_token_ids": (), "min_new_tokens": 0}
+            if changed.get("max_new_tokens", base.max_new_tokens) > room:
+                changed["max_new_tokens"] = room
+                changed["min_new_tokens"] = min(
+                    changed.get("min_new_tokens", base.min_new_tokens), room
+                )
             return replace(base, **changed)
         except (TypeError, ValueError) as error:
             raise AgentError(f"the agent's sampling parameters are impossible: {error}") from error

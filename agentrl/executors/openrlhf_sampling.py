@@ -44,6 +44,8 @@ def from_vllm_names(value: Any) -> dict[str, Any]:
         given = vars(value)
     else:
         names = [name for name in _VLLM_NAMES.values() if hasattr(value, name)]
+        if getattr(value, "ignore_eos", False):
+            names.append("ignore_eos")  # is refused below
         given = {name: getattr(value, name) for name in names}
     unknown = given.keys() - _VLLM_NAMES.values() - {"logprobs"}
     if unknown:

@@ -92,7 +92,7 @@ class Learner:
             reference=reference,
             value_model=value_model,
         )
-        self._usable = True
+        self._usable, self._closed = True, False
 
     @property
     def optimizer_steps(self) -> int:
@@ -227,10 +227,16 @@ class Learner:
 
     def close(self) -> None:
         """Let the other ranks go and free what the learner holds. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
         if self._usable:
             self._usable = False
             self.group.scatter([None] * self.group.world_size)
-            self._worker.close()
+        elif self.group.world_size > 1:
+            self._worker.thaw_heap()  # the ranks are out of step: to free the rest could hang
+            return
+        self._worker.close()
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         text_config = self.policy_config.get_text_config()

@@ -6,7 +6,6 @@ is a collective unless it says otherwise.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -131,6 +130,8 @@ class LearnerWorker:
             for model in (policy, reference, value_model):
                 if model is not None:
                     use_liger_kernels(model)
+        if config.train.max_staleness:
+            self._freeze_heap()  # episodes are under way whenever it steps
 
     def _start_reference(
         self, reference: PreTrainedModel, config: Config, attention: str | None
@@ -196,9 +197,7 @@ class LearnerWorker:
         grad_norm = step_optimizer(self.engine, lr)
         value_grad_norm = None if self.critic is None else self.critic.step(lr_scale)
         self.optimizer_steps += 1
-        if not self._heap_frozen:  # with what the first step compiles
-            heap.freeze()
-            self._heap_frozen = True
+        self._freeze_heap()  # with what the first step has compiled
         return StepOutcome(grad_norm, lr, value_grad_norm)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -304,9 +303,20 @@ class LearnerWorker:
 
     def close(self) -> None:
         """Free what DeepSpeed holds."""
-        gc.unfreeze()
+        self.thaw_heap()
         for engine in self.engines:
             end(engine)
+
+    def thaw_heap(self) -> None:
+        """Let the garbage collector see everything again. Not a collective; safe to call twice."""
+        if self._heap_frozen:
+            heap.thaw()
+            self._heap_frozen = False
+
+    def _freeze_heap(self) -> None:
+        if not self._heap_frozen:
+            heap.freeze()
+            self._heap_frozen = True
 
     def _join_sequence(self, config: Config) -> SequenceGroup | None:
         size = config.train.sequence_parallel_size

@@ -39,7 +39,7 @@ from agentrl import heap
 from agentrl.config import Config
 from agentrl.engines import supervisor
 from agentrl.engines.factory import make_engine
-from agentrl.engines.launch import max_running_requests
+from agentrl.engines.launch import SGLANG_POLICY, max_running_requests
 from agentrl.engines.pool import EnginePool
 from agentrl.executors.attempts import Attempts
 from agentrl.executors.build import local_attempts
@@ -186,6 +186,7 @@ def in_process_options(config: Config, workload: Workload) -> dict[str, Any]:
     return chosen | {
         "context_length": workload.max_model_len + 8,
         "max_running_requests": max_running_requests(config.engine),
+        "schedule_policy": SGLANG_POLICY,
     }
 
 

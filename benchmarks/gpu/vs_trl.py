@@ -1,4 +1,4 @@
-"""A GRPO step of agentrl against one of TRL's GRPOTrainer on the same GPU, both with vLLM on it.
+"""A GRPO step of agentrl against one of TRL's GRPOTrainer on the same GPU, which both sample on.
 
 A step is 16 prompts of 512 tokens with 8 samples of exactly 256 tokens each, and one optimizer step
 on all of them. The model has the shape of a public one and random weights, but for one direction in
@@ -229,7 +229,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences of one pass of TRL")
     parser.add_argument("--max-tokens-per-gpu", type=int, help="of one pass of agentrl")
     parser.add_argument("--trl-weights", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU, vLLM's")
+    parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU, the engine's")
     parser.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--offload", action="store_true", help="agentrl's learner, for rollouts")
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=True)

@@ -133,6 +133,24 @@ async def test_the_collector_of_a_server_leaves_alone_what_was_loaded(
         assert log.read_text().count("Freezing GC") == 2
 
 
+async def test_a_server_that_cannot_keep_its_heap_from_the_collector_serves_all_the_same(
+    models: list[PreTrainedModel],
+    model_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    extra = {"cannot_freeze": True}
+    async with running("fake-sglang", model_folder, tmp_path, extra=extra) as pool:
+        await pool.update_weights(source_of(models[1], 1, live=True))
+        await kill_and_wait(pool.engines[0])
+        await asyncio.wait_for(pool.settled(), 120)
+        result = await pool.generate(PROMPT, GREEDY)
+    assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+    said = [r.message for r in caplog.records if "garbage collections may stop" in r.message]
+    assert len(said) == 2
+    assert all("no memory" in message for message in said)
+
+
 async def test_the_others_serve_while_one_engine_is_away(
     models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
 ) -> None:

@@ -43,17 +43,26 @@ async def test_seeds_are_stable_and_differ_between_calls_episodes_and_runs() -> 
     assert len({*first, *others}) == 9
 
 
-async def test_with_ignore_eos_only_the_stops_of_the_call_end_it() -> None:
+async def test_with_ignore_eos_nothing_ends_a_turn_but_its_length() -> None:
     (end, *_) = CHAT.end_token_ids
-    engine = ScriptedEngine([[1, end, 2, 5, 3], [1, end, 2, 5, 3]])
+    engine = ScriptedEngine([[1, end, 2, 5, 3]])
     llm = make_llm(engine)
-    whole = await llm.generate([1], ignore_eos=True, max_new_tokens=4)
+    whole = await llm.generate([1], ignore_eos=True, max_new_tokens=4, min_new_tokens=4)
     assert whole.token_ids.tolist() == [1, end, 2, 5]
     assert whole.finish_reason == "length"
-    stopped = await llm.generate([1], ignore_eos=True, stop_token_ids=(5,))
-    assert stopped.token_ids.tolist() == [1, end, 2, 5]
-    assert stopped.finish_reason == "stop"
-    assert [call.params.stop_token_ids for call in engine.calls] == [(), (5,)]
+    (call,) = engine.calls
+    assert call.params.stop_token_ids == ()
+    assert call.params.min_new_tokens == 0  # engines would keep ids away for it
+    with pytest.raises(AgentError, match="leave out one of them"):
+        await llm.generate([1], ignore_eos=True, stop_token_ids=(5,))
+
+
+@pytest.mark.parametrize(
+    "override", [{"stop_token_ids": None}, {"stop_token_ids": 5}, {"max_new_tokens": None}]
+)
+async def test_an_override_of_a_wrong_type_is_the_agents_error(override) -> None:
+    with pytest.raises(AgentError, match="sampling parameters are impossible"):
+        await make_llm(speaking("a")).generate([1], **override)
 
 
 class NeverRepeats(ScriptedEngine):

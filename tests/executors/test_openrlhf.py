@@ -11,6 +11,7 @@ from episodes import CHAT, make_llm, speaking
 from agentrl import AgentError, StopReason, Trajectory, UsageError
 from agentrl.config import DataConfig, RolloutConfig
 from agentrl.executors.base import AgentExecutor
+from agentrl.executors.openrlhf_sampling import from_vllm_names
 
 IMPORT = "from agentrl.executors.openrlhf import AgentInstanceBase, MultiTurnAgentExecutor\n"
 
@@ -151,6 +152,14 @@ async def test_a_setting_without_effect_is_an_error(tmp_path: Path) -> None:
     executor, _ = load(OLD.replace("temperature = 0.25", "stop = ['x']"), tmp_path)
     with pytest.raises(AgentError, match="sets stop, which has no effect"):
         await run(executor, {"prompt": "Guess"}, speaking("40"))
+
+
+def test_an_object_of_vllm_that_ignores_the_end_is_refused() -> None:
+    params = type("Params", (), {"max_tokens": 4, "ignore_eos": False})()
+    assert from_vllm_names(params) == {"max_new_tokens": 4}
+    params.ignore_eos = True
+    with pytest.raises(AgentError, match="sets ignore_eos, which has no effect"):
+        from_vllm_names(params)
 
 
 async def test_a_row_without_the_prompt_names_the_flag(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from learner_parts import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from agentrl import heap
 from agentrl.errors import TrainingError
 from agentrl.models.tiny import build_tiny
 from agentrl.train.learner import Learner, build_learner
@@ -260,7 +261,9 @@ def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys()
 
 
-def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples):
+def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples, monkeypatch):
+    gc.unfreeze()  # learners of other tests were not closed
+    monkeypatch.setattr(heap, "_holders", 0)
     learner = Learner(small_llama(), make_config())
     kept = {id(each) for each in gc.get_objects()}
     try:
@@ -269,9 +272,50 @@ def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples):
         looked_at = gc.get_objects()
         assert not kept & {id(each) for each in looked_at if each is not kept}
         assert gc.get_freeze_count() > 10 * len(looked_at)
+        other = Learner(small_llama(), make_config())
+        other.forward_backward(samples, other.config.algo)
+        other.step()
+        other.close()
+        assert gc.get_freeze_count() > 0
     finally:
         learner.close()
+        learner.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_a_run_ahead_of_its_learner_is_frozen_before_an_episode_is_under_way(monkeypatch):
+    gc.unfreeze()
+    monkeypatch.setattr(heap, "_holders", 0)
+    config = make_config(
+        train={"max_staleness": 1},
+        engine={"kind": "vllm"},
+        algo={"correction": {"kind": "tis"}},
+    )
+    learner = Learner(small_llama(), config)
+    assert gc.get_freeze_count() > 0
+    learner.close()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_learner_that_broke_down_is_freed_too(samples, monkeypatch):
+    gc.unfreeze()
+    monkeypatch.setattr(heap, "_holders", 0)
+    learner = Learner(small_llama(), make_config())
+    learner.forward_backward(samples, learner.config.algo)
+    learner.step()
+    weight = weakref.ref(next(learner._worker.scorer.parameters()))
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    learner._worker.score = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.score(samples)
+    learner.close()
+    assert gc.get_freeze_count() == 0
+    del learner
+    gc.collect()
+    assert weight() is None
 
 
 def test_nothing_of_a_closed_learner_is_kept(samples):

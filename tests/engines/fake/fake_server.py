@@ -322,6 +322,8 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         return sampler.pause(body["mode"])
     if path == "/continue_generation":
         return sampler.resumed.set()
+    if path == "/freeze_gc" and sampler.cannot_freeze:
+        raise Refusal(500, "no memory")
     if path == "/freeze_gc" and not sampler.old:
         return print("Freezing GC in Scheduler process.", flush=True)
     if path == "/flush_cache":
@@ -440,6 +442,7 @@ def main(kind: str) -> None:
     parser.add_argument("--exit-at-start", action="store_true")
     parser.add_argument("--cannot-sample", action="store_true")
     parser.add_argument("--old", action="store_true")
+    parser.add_argument("--cannot-freeze", action="store_true")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     options, _ = parser.parse_known_args()
     if options.exit_at_start:
@@ -448,6 +451,7 @@ def main(kind: str) -> None:
     folder = options.model_path or options.serve[1]
     sampler = Sampler(Path(folder), options.token_seconds)
     sampler.old = options.old
+    sampler.cannot_freeze = options.cannot_freeze
     if options.enable_return_routed_experts:
         sampler.routers = Routers(sampler.model)
     if options.cannot_sample:
