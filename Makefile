@@ -55,6 +55,7 @@ bench-gpu: install
 	$(PIP) install "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/trie_training.py --json
 	$(BIN)/python benchmarks/gpu/learner.py --json
+	$(BIN)/python benchmarks/gpu/update_profile.py --json
 	for shape in qwen2.5-1.5b qwen2.5-7b; do \
 		$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
 		$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
