@@ -6,6 +6,7 @@ template. Dropout would make the importance ratio differ from 1 under unchanged 
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -141,5 +142,5 @@ def _remove_dropout(model: PreTrainedModel) -> None:
 
 def _one_line(error: BaseException) -> str:
     """The beginning of a message of transformers, which often spans a page."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return (text if len(text) <= 160 else f"{text[:157]}...").rstrip(" .:")
+    text = str(error).strip(" .:\n") or type(error).__name__
+    return textwrap.shorten(text, 160, placeholder=" ...")
