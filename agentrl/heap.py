@@ -8,27 +8,29 @@ have come: in rollouts of 128 episodes every few of them.
 from __future__ import annotations
 
 import gc
+from weakref import WeakSet
 
 __all__ = ["freeze", "thaw"]
 
-_holders = 0
+_owners: WeakSet[object] = WeakSet()
 
 
-def freeze() -> None:
-    """Collect, and look at nothing of what is left again, until as many calls of `thaw`.
+def freeze(owner: object) -> None:
+    """Collect, and look at nothing of what is left again, until all owners have called `thaw`.
 
-    A frozen object ends as before when nobody refers to it; one that refers to itself, through
-    others or not, is kept until then. So nothing that is to end soon should be there.
+    Another call of the same owner does nothing. A frozen object ends as before when nobody refers
+    to it; one that refers to itself, through others or not, is kept until then. So nothing that is
+    to end soon should be there.
     """
-    global _holders
-    _holders += 1
-    gc.collect()
-    gc.freeze()
+    if owner not in _owners:
+        _owners.add(owner)
+        gc.collect()
+        gc.freeze()
 
 
-def thaw() -> None:
-    """Take back one `freeze`; the last has everything looked at again."""
-    global _holders
-    _holders -= 1
-    if _holders == 0:
-        gc.unfreeze()
+def thaw(owner: object) -> None:
+    """Take back this owner's `freeze`, if it made one; the last has all looked at again."""
+    if owner in _owners:
+        _owners.remove(owner)
+        if not _owners:
+            gc.unfreeze()

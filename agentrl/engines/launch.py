@@ -31,10 +31,9 @@ SGLANG_SPARE_TOKENS = 8
 SGLANG_SPARE_REQUESTS = 1
 """While it computes a prompt in parts, SGLang 0.5.17 counts that request twice: one fewer would run
 than it was allowed, and of as many requests at once the last began when all others had ended."""
-
 SGLANG_POLICY = "lpm"
-"""Longest prefix first: of a group that comes at once one computes the prompt, and the others wait
-for it, where the order of arrival has all of them compute it."""
+"""Longest prefix first: of a group that comes at once few compute the prompt, since the others come
+after all that share nothing; in the order of arrival most do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,7 +318,9 @@ async def _any_of(events: Sequence[asyncio.Event], seconds: float) -> bool:
     waits = [asyncio.create_task(event.wait()) for event in events]
     if not waits:
         return False
-    done, rest = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for wait in rest:
-        wait.cancel()
-    return bool(done)
+    try:
+        first = asyncio.FIRST_COMPLETED
+        return bool((await asyncio.wait(waits, timeout=seconds, return_when=first))[0])
+    finally:
+        for wait in waits:
+            wait.cancel()

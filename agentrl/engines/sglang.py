@@ -31,9 +31,9 @@ from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
 from agentrl.errors import EngineError
 
-logger = logging.getLogger(__name__)
-
 __all__ = ["LOADER", "SGLangEngine", "install_loader"]
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "agentrl_sglang_loader"
 LOADER = f"{PACKAGE}.load"

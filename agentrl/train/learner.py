@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl import heap
 from agentrl.config import AlgoConfig, Config
 from agentrl.engines.base import WeightSource
 from agentrl.errors import AgentRLError, SaveError
@@ -234,7 +235,7 @@ class Learner:
             self._usable = False
             self.group.scatter([None] * self.group.world_size)
         elif self.group.world_size > 1:
-            self._worker.thaw_heap()  # the ranks are out of step: to free the rest could hang
+            heap.thaw(self._worker)  # the ranks are out of step: to free the rest could hang
             return
         self._worker.close()
 

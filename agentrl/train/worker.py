@@ -121,7 +121,6 @@ class LearnerWorker:
                 group, value_model, config, attention=attention, sequence=self._sequence
             )
         self._away: HostCopy | None = None
-        self._heap_frozen = False
         self.reference_engine = None
         if reference is not None:
             self.reference_engine = self._start_reference(reference, config, attention)
@@ -131,7 +130,7 @@ class LearnerWorker:
                 if model is not None:
                     use_liger_kernels(model)
         if config.train.max_staleness:
-            self._freeze_heap()  # episodes are under way whenever it steps
+            heap.freeze(self)  # episodes are under way whenever it steps
 
     def _start_reference(
         self, reference: PreTrainedModel, config: Config, attention: str | None
@@ -197,7 +196,7 @@ class LearnerWorker:
         grad_norm = step_optimizer(self.engine, lr)
         value_grad_norm = None if self.critic is None else self.critic.step(lr_scale)
         self.optimizer_steps += 1
-        self._freeze_heap()  # with what the first step has compiled
+        heap.freeze(self)  # with what the first step has compiled
         return StepOutcome(grad_norm, lr, value_grad_norm)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -303,20 +302,9 @@ class LearnerWorker:
 
     def close(self) -> None:
         """Free what DeepSpeed holds."""
-        self.thaw_heap()
+        heap.thaw(self)
         for engine in self.engines:
             end(engine)
-
-    def thaw_heap(self) -> None:
-        """Let the garbage collector see everything again. Not a collective; safe to call twice."""
-        if self._heap_frozen:
-            heap.thaw()
-            self._heap_frozen = False
-
-    def _freeze_heap(self) -> None:
-        if not self._heap_frozen:
-            heap.freeze()
-            self._heap_frozen = True
 
     def _join_sequence(self, config: Config) -> SequenceGroup | None:
         size = config.train.sequence_parallel_size

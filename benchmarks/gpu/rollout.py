@@ -267,7 +267,7 @@ async def measure(
             sides[number] = attempts_in(number, config, pool)
             stack.push_async_callback(sides[number].close)
             await sides[number].start()
-        heap.freeze()  # as a learner does
+        heap.freeze(pool)  # as a learner does
         return await measure_rounds(config, workload, rounds, sides, limit)
 
 
@@ -379,8 +379,7 @@ def main() -> None:
     }
     print(
         f"{arguments.engine} {result.get(arguments.engine, '(unknown)')}, {arguments.shape}, "
-        f"{arguments.api_servers} API servers, "
-        f"{result['card']}"
+        f"{arguments.api_servers} API servers, {result['card']}"
     )
     print(
         f"{'processes':>10}{'log-probabilities':>20}{'agentrl tok/s':>16}{'in process':>14}"

@@ -264,7 +264,7 @@ def main() -> None:
         )
         result = {
             **card(),
-            **versions(arguments.python, [arguments.engine]),
+            "agentrl_engine": versions(arguments.python, [arguments.engine]),
             **versions(arguments.trl_python, ["trl", "vllm", "liger_kernel"]),
             "settings": {
                 name: str(value) if isinstance(value, Path) else value

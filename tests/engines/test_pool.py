@@ -64,6 +64,15 @@ async def kill_and_wait(engine: RemoteEngine) -> None:
     await asyncio.wait_for(died.wait(), 30)
 
 
+async def all_come_to_hold(pool: EnginePool, model: PreTrainedModel, version: int) -> None:
+    """Every engine samples from these weights, once those that died are back."""
+    await asyncio.wait_for(pool.settled(), 60)
+    for engine in pool.engines:
+        result = await engine.generate(PROMPT, GREEDY)
+        assert result.token_ids.tolist() == greedy(model, PROMPT, 8)
+        assert set(result.weight_versions.tolist()) == {version}
+
+
 def seed_of(engine: RemoteEngine) -> str:
     """The seed on the server's command line."""
     assert engine.server is not None
@@ -237,11 +246,7 @@ async def test_an_update_goes_on_where_a_server_dies_just_before_it(
         await pool.update_weights(source_of(models[0], 1, live=True))
         kill(pool.engines[0])  # nobody knows yet
         await asyncio.wait_for(pool.update_weights(source_of(models[1], 2, live=True)), 60)
-        await asyncio.wait_for(pool.settled(), 60)
-        for engine in pool.engines:
-            result = await engine.generate(PROMPT, GREEDY)
-            assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
-            assert set(result.weight_versions.tolist()) == {2}
+        await all_come_to_hold(pool, models[1], 2)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -258,11 +263,7 @@ async def test_an_update_goes_on_where_a_server_dies_in_the_middle_of_it(
         pool._transport = AfterOneBucket(pool._transport, dies_once)
         pool._update = UpdateSettings(bucket_bytes=1 << 14)
         await asyncio.wait_for(pool.update_weights(source_of(models[1], 1, live=True)), 60)
-        await asyncio.wait_for(pool.settled(), 60)
-        for engine in pool.engines:
-            result = await engine.generate(PROMPT, GREEDY)
-            assert result.token_ids.tolist() == greedy(models[1], PROMPT, 8)
-            assert set(result.weight_versions.tolist()) == {1}
+        await all_come_to_hold(pool, models[1], 1)
 
 
 async def test_an_update_that_fails_where_no_server_died_is_an_error(

@@ -35,7 +35,7 @@ async def test_members_that_wait_at_once_share_their_prompt(
             for prompt in prompts
             for _ in range(MEMBERS)
         ]
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0)  # until they wait there
         await client.post(f"{url}/continue_generation", json={})
         cached = sum(generation.cached_tokens for generation in await asyncio.gather(*calls))
     possible = GROUPS * (MEMBERS - 1) * (PROMPT - 1)

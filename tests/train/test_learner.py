@@ -3,6 +3,7 @@ import json
 import os
 import weakref
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -263,7 +264,7 @@ def test_a_learner_alone_leaves_nothing_from_which_a_child_would_take_itself_for
 
 def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples, monkeypatch):
     gc.unfreeze()  # learners of other tests were not closed
-    monkeypatch.setattr(heap, "_holders", 0)
+    monkeypatch.setattr(heap, "_owners", WeakSet())
     learner = Learner(small_llama(), make_config())
     kept = {id(each) for each in gc.get_objects()}
     try:
@@ -285,7 +286,7 @@ def test_the_collector_leaves_alone_what_is_there_after_the_first_step(samples, 
 
 def test_a_run_ahead_of_its_learner_is_frozen_before_an_episode_is_under_way(monkeypatch):
     gc.unfreeze()
-    monkeypatch.setattr(heap, "_holders", 0)
+    monkeypatch.setattr(heap, "_owners", WeakSet())
     config = make_config(
         train={"max_staleness": 1},
         engine={"kind": "vllm"},
@@ -299,7 +300,7 @@ def test_a_run_ahead_of_its_learner_is_frozen_before_an_episode_is_under_way(mon
 
 def test_a_learner_that_broke_down_is_freed_too(samples, monkeypatch):
     gc.unfreeze()
-    monkeypatch.setattr(heap, "_holders", 0)
+    monkeypatch.setattr(heap, "_owners", WeakSet())
     learner = Learner(small_llama(), make_config())
     learner.forward_backward(samples, learner.config.algo)
     learner.step()

@@ -78,7 +78,7 @@ def _serve(descriptor: int) -> None:
     except AgentRLError as error:
         connection.sendall(to_bytes(Failed(Outcome.failed(error))))
         return
-    heap.freeze()
+    heap.freeze(worker)
     event_loop.run(worker.serve(connection))
 
 

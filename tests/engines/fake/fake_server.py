@@ -66,6 +66,8 @@ class Sampler:
         """Why no request for tokens succeeds, if so."""
         self.old = False
         """Whether it knows nothing of versions, like the servers of a few releases ago."""
+        self.cannot_freeze = False
+        """Whether it fails to keep its heap from the garbage collector."""
         self.requests: list[str] = []
         """Every path that was asked for."""
         self.received = 0
