@@ -5,38 +5,45 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
+import psutil
 import pytest
 from engines.test_pool import running
-from transformers import PreTrainedModel
 
 from agentrl.types import SamplingParams
 
 pytestmark = pytest.mark.engine
 
-GROUPS, MEMBERS, PROMPT = 8, 8, 400  # 25,600 tokens, of which one pass computes 4,096
+GROUPS, MEMBERS, PROMPT = 8, 8, 400
+ONE_PASS = GROUPS * PROMPT  # tokens: each group's prompt once, or all members of one group
 
 
 async def test_members_that_wait_at_once_share_their_prompt(
-    models: list[PreTrainedModel], model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path
 ) -> None:
     prompts = [[3 + (7 * group + i * i) % 100 for i in range(PROMPT)] for group in range(GROUPS)]
-    async with (
-        running("sglang", model_folder, tmp_path, extra={"chunked_prefill_size": 4096}) as pool,
-        httpx.AsyncClient() as client,
-    ):
+    async with running(
+        "sglang", model_folder, tmp_path, extra={"chunked_prefill_size": ONE_PASS}
+    ) as pool:
         (engine,) = pool.engines
         assert engine.server is not None
-        url = engine.server.url
-        # Not by the engine, which would hold the requests back itself.
-        await client.post(f"{url}/pause_generation", json={"mode": "retract"})
-        calls = [
-            asyncio.create_task(pool.generate(prompt, SamplingParams(4, logprobs=False)))
-            for prompt in prompts
-            for _ in range(MEMBERS)
-        ]
-        await asyncio.sleep(2.0)  # until they wait there
-        await client.post(f"{url}/continue_generation", json={})
+        (scheduler,) = (
+            process
+            for process in psutil.Process(engine.server.pid).children(recursive=True)
+            if process.cmdline()[0].startswith("sglang::scheduler")
+        )
+        # A scheduler that sleeps while they come finds most of them when it looks. Held back by
+        # /pause_generation they would come one by one afterwards.
+        scheduler.suspend()
+        try:
+            calls = [
+                asyncio.create_task(pool.generate(prompt, SamplingParams(4, logprobs=False)))
+                for prompt in prompts
+                for _ in range(MEMBERS)
+            ]
+            await asyncio.sleep(3.0)  # until they wait there
+        finally:
+            scheduler.resume()
         cached = sum(generation.cached_tokens for generation in await asyncio.gather(*calls))
     possible = GROUPS * (MEMBERS - 1) * (PROMPT - 1)
-    assert cached > 0.9 * possible
+    # All but those that a late leader's pass has room for; few where the first to come is first.
+    assert cached > 0.6 * possible
