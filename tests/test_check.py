@@ -306,6 +306,28 @@ def test_the_first_answer_of_the_last_episode_is_cut_by_the_limit(tmp_path):
     assert sum(level == "error" for level, _ in of(report, "failure")) == 1
 
 
+def test_a_turn_that_nothing_ends_has_as_many_tokens_as_were_asked_for(tmp_path):
+    text = (
+        HEAD
+        + """
+class Loop(rl.AgentExecutor):
+    async def execute(self, example, llm):
+        conversation = llm.conversation("say something")
+        for count in (7, 20):
+            generation = await llm.generate(
+                conversation.token_ids, ignore_eos=True, max_new_tokens=count
+            )
+            assert len(generation.token_ids) == count, generation
+            assert generation.finish_reason == "length", generation
+            conversation.take(generation)
+        return llm.trajectory(conversation, reward=1.0)
+"""
+    )
+    report = check(tmp_path, text)
+    assert of(report, "failure") == []
+    assert of(report, "reward") == [("ok", "from 1 to 1")]
+
+
 def test_the_users_own_script_is_said(tmp_path):
     script = tmp_path / "script.txt"
     script.write_text("magic\n")

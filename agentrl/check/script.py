@@ -1,7 +1,8 @@
 """What the scripted engine says in a check: turns such as a model might write.
 
 Answers in prose and as a number, a call of an offered tool, a call whose JSON is broken, and a turn
-that the token limit cuts. They depend on the episode and the turn alone.
+that the token limit cuts, as it does every turn that nothing else can end. They depend on the
+episode and the turn alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class CheckScript:
         """The next turn of an episode."""
         turn = self._turns[rollout_id]
         self._turns[rollout_id] += 1
-        if rollout_id == self._cut_rollout and turn == 0:
+        endless = not params.stop_token_ids  # of `ignore_eos`: as many tokens as were asked for
+        if endless or (rollout_id == self._cut_rollout and turn == 0):
             piece = self._chat.encode(CUT_ANSWER)
             return piece * (params.max_new_tokens // len(piece) + 1)
         tools = self._tools()
