@@ -5,7 +5,8 @@ broadcast of bytes. The group is made at the first transfer, made anew when the 
 changes, and torn down when a transfer fails.
 
 The first transfer of a group announces each bucket before it is sent. The next ones bring the same
-buckets, so that all are announced at once, and nobody waits for a request between two of them.
+buckets, so that all are announced at once, and nobody waits for a request between two of them: the
+broadcast of a bucket begins before that of the one before has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import itertools
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -145,7 +147,8 @@ class GroupTransport(WeightTransport):
         """Announce and send one bucket after another; returns what there was."""
         sent = []
         async for bucket in buckets:
-            await together([self._broadcast(bucket), *self._receiving([bucket.specs], receivers)])
+            receiving = self._receiving([bucket.specs], receivers)
+            await together([self._send_one(bucket), *receiving])
             sent.append(bucket.specs)
         return tuple(sent)
 
@@ -158,13 +161,17 @@ class GroupTransport(WeightTransport):
         """
         expected = deque(known)
         device = torch.device("cpu")
+        under_way: tuple[Bucket, asyncio.Future[None]] | None = None
         try:
             async for bucket in buckets:
                 device = bucket.flat.device
                 if not expected or bucket.specs != expected[0]:
                     raise _other_weights(bucket.specs[0].name)
                 expected.popleft()
-                await self._broadcast(bucket)
+                end = await self._begin(bucket)
+                await _end_of(under_way)
+                under_way = bucket, end
+            await _end_of(under_way)
             if expected:
                 raise _other_weights(expected[0][0].name)
         except Exception:
@@ -180,25 +187,29 @@ class GroupTransport(WeightTransport):
         assert self._address is not None
         return [receiver.receive_broadcasts(buckets, self._address.name) for receiver in receivers]
 
-    async def _broadcast(self, bucket: Bucket) -> None:
-        await _in_daemon_thread(lambda: self._send_bytes(bucket.flat))
-        bucket.release()
+    async def _send_one(self, bucket: Bucket) -> None:
+        await _end_of((bucket, await self._begin(bucket)))
+
+    async def _begin(self, bucket: Bucket) -> asyncio.Future[None]:
+        """Begin a broadcast; the future is its end, after which the bucket is to be released."""
+        wait = await _in_daemon_thread(lambda: self._begin_bytes(bucket.flat))
+        return _in_daemon_thread(wait)
+
+    def _begin_bytes(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Begin a broadcast of bytes that are there; returns what waits for its end."""
+        assert self._group is not None
+        gloo = self._backend == "gloo"
+        # On the stream that buckets are packed on, a GPU would pack and send in turn.
+        stream = None if gloo else torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        with _on(stream), _as_engine_errors():
+            sent = flat.cpu() if gloo else flat
+            work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+        assert work is not None, "this process is in the group"
+        return partial(_wait, work, stream, self._group)
 
     def _send_anything(self, sizes: list[int], device: torch.device) -> None:
         for nbytes in sizes:
-            self._send_bytes(torch.empty(nbytes, dtype=torch.uint8, device=device))
-
-    def _send_bytes(self, flat: torch.Tensor) -> None:
-        assert self._group is not None
-        try:
-            if flat.is_cuda:
-                torch.cuda.set_device(flat.device)
-            sent = flat.cpu() if self._backend == "gloo" else flat
-            dist.broadcast(sent, src=0, group=self._group)
-            if flat.is_cuda:
-                torch.cuda.current_stream(flat.device).synchronize()
-        except RuntimeError as error:
-            raise EngineError(f"the broadcast of weights failed ({error})") from error
+            self._begin_bytes(torch.empty(nbytes, dtype=torch.uint8, device=device))()
 
     def _tear_down(self) -> None:
         """End this side of the group at once; a member that waits for it gets an error."""
@@ -225,6 +236,26 @@ class GroupTransport(WeightTransport):
                         raise result
 
 
+def _wait(work: dist.Work, stream: torch.cuda.Stream | None, _group: dist.ProcessGroup) -> None:
+    """Wait for a broadcast. Its group is kept meanwhile: it joins its threads when it goes."""
+    with _on(stream), _as_engine_errors():
+        work.wait()
+        if stream is not None:
+            stream.synchronize()
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextlib.contextmanager
+def _as_engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"the broadcast of weights failed ({error})") from error
+
+
 def _other_weights(name: str) -> EngineError:
     return EngineError(
         f"the weights are no longer those of the last update, from {name} on: update again, which "
@@ -232,8 +263,16 @@ def _other_weights(name: str) -> EngineError:
     )
 
 
-async def _in_daemon_thread(call: Callable[[], T]) -> T:
-    """Run what may block until its own time limit when the other side is gone.
+async def _end_of(broadcast: tuple[Bucket, asyncio.Future[None]] | None) -> None:
+    """Wait for a broadcast, if there is one, and release its bucket."""
+    if broadcast is not None:
+        bucket, end = broadcast
+        await end
+        bucket.release()
+
+
+def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Begin what may block until its own time limit when the other side is gone.
 
     A worker of the event loop's pool would be waited for when the program ends.
     """
@@ -247,7 +286,9 @@ async def _in_daemon_thread(call: Callable[[], T]) -> T:
                 outcome.set_exception(error)
 
     threading.Thread(target=run, name="agentrl-weights", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    result = asyncio.wrap_future(outcome)
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits
+    return result
 
 
 def _with_incarnations(
