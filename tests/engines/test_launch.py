@@ -51,6 +51,15 @@ def test_extra_options_go_through_and_win(tmp_path: Path) -> None:
     assert line[-2:] == ["--port", "8000"]
 
 
+def test_false_takes_back_a_bare_flag_of_ours_which_sglang_has_no_other_word_against() -> None:
+    extra = {"enable_metrics": False, "enable_memory_saver": False, "enable_fp32_lm_head": False}
+    config = EngineConfig(kind="sglang", enable_sleep=True, extra=extra)
+    line = sglang_launch(config, "m", dtype="float32", max_model_len=64).command
+    assert "--enable-cache-report" in line
+    assert not any("metrics" in part or "memory-saver" in part for part in line)
+    assert "--no-enable-fp32-lm-head" in line  # of others the server knows
+
+
 def test_the_plugin_comes_before_the_users_own_python_path(tmp_path: Path) -> None:
     config = EngineConfig(kind="vllm", env={"PYTHONPATH": "/mine"})
     launch = vllm_launch(config, "m", dtype="float32", max_model_len=64, plugin=tmp_path)
