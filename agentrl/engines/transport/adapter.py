@@ -15,6 +15,7 @@ import torch
 
 from agentrl.engines.base import WeightSource
 from agentrl.engines.transport.base import WeightReceiver
+from agentrl.engines.transport.together import together
 from agentrl.errors import EngineError, SaveError
 
 __all__ = ["AdapterTransport"]
@@ -47,13 +48,18 @@ class AdapterTransport:
         folder = self._folder / f"adapter-{source.version}"
         aside = folder.with_suffix(".incomplete")
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(_write, source.save_adapter, aside, folder, device)
+        )
         try:
-            await asyncio.to_thread(_write, source.save_adapter, aside, folder, device)
+            await asyncio.shield(writing)
         except OSError as error:
             raise SaveError(
                 f"the adapter cannot be written to {aside} ({error}): free space there"
             ) from error
-        await asyncio.gather(*(receiver.load_adapter(folder) for receiver in receivers))
+        finally:
+            await asyncio.wait([writing])  # it is a collective of all learner ranks
+        await together(receiver.load_adapter(folder) for receiver in receivers)
         previous, self.newest = self.newest, folder
         if previous is not None and previous != folder:
             await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)

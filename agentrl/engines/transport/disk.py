@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from agentrl.engines.transport.base import WeightReceiver, WeightTransport
 from agentrl.engines.transport.buckets import Bucket
+from agentrl.engines.transport.together import together
 from agentrl.errors import SaveError
 
 __all__ = ["DiskTransport"]
@@ -69,7 +70,7 @@ class DiskTransport(WeightTransport):
                 f"the weights cannot be written to {aside} ({error}): free space there, or choose "
                 "another engine.transport"
             ) from error
-        await asyncio.gather(*(receiver.load_folder(folder) for receiver in receivers))
+        await together(receiver.load_folder(folder) for receiver in receivers)
         previous, self.newest = self.newest, folder
         if previous is not None and previous != folder:
             await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)

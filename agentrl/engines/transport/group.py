@@ -37,6 +37,7 @@ from agentrl.errors import EngineError
 __all__ = ["GroupTransport", "new_group"]
 
 LEAVE_SECONDS = 10.0
+BROADCAST_FAILED = "the broadcast of weights failed"
 T = TypeVar("T")
 Buckets = tuple[tuple[TensorSpec, ...], ...]
 """What lies in each bucket of a transfer."""
@@ -93,6 +94,8 @@ class GroupTransport(WeightTransport):
         self._members: tuple[tuple[WeightReceiver, int], ...] = ()
         self._known: Buckets | None = None
         """What the group's last transfer brought."""
+        self._device = torch.device("cpu")
+        """Where it came from."""
         self._left: list[tuple[WeightReceiver, int, str]] = []
         """Members, with their incarnation and group, that do not know yet that we have left."""
 
@@ -137,7 +140,7 @@ class GroupTransport(WeightTransport):
             timeout=self._timeout,
         )
         joining = [r.join_group(address, o) for r, o in zip(receivers, offsets, strict=False)]
-        mine = _in_daemon_thread(lambda: new_group(address, 0))
+        mine = _in_daemon_thread(lambda: _joined(address))
         self._group = (await together([mine, *joining]))[0]
         self._address, self._members = address, _with_incarnations(receivers)
 
@@ -147,6 +150,7 @@ class GroupTransport(WeightTransport):
         """Announce and send one bucket after another; returns what there was."""
         sent = []
         async for bucket in buckets:
+            self._device = bucket.flat.device
             receiving = self._receiving([bucket.specs], receivers)
             await together([self._send_one(bucket), *receiving])
             sent.append(bucket.specs)
@@ -160,11 +164,9 @@ class GroupTransport(WeightTransport):
         gloo does not where another process has inherited its connections.
         """
         expected = deque(known)
-        device = torch.device("cpu")
         under_way: tuple[Bucket, asyncio.Future[None]] | None = None
         try:
             async for bucket in buckets:
-                device = bucket.flat.device
                 if not expected or bucket.specs != expected[0]:
                     raise _other_weights(bucket.specs[0].name)
                 expected.popleft()
@@ -176,9 +178,11 @@ class GroupTransport(WeightTransport):
                 raise _other_weights(expected[0][0].name)
         except Exception:
             sizes = [sum(spec.nbytes for spec in specs) for specs in expected]
-            with contextlib.suppress(EngineError, RuntimeError, TimeoutError):
+            with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
-                    await _in_daemon_thread(lambda: self._send_anything(sizes, device))
+                    group = self._group
+                    await _in_daemon_thread(lambda: self._send_anything(sizes, group))
+                    await _end_of(under_way)
             raise
 
     def _receiving(
@@ -191,25 +195,54 @@ class GroupTransport(WeightTransport):
         await _end_of((bucket, await self._begin(bucket)))
 
     async def _begin(self, bucket: Bucket) -> asyncio.Future[None]:
-        """Begin a broadcast; the future is its end, after which the bucket is to be released."""
-        wait = await _in_daemon_thread(lambda: self._begin_bytes(bucket.flat))
-        return _in_daemon_thread(wait)
+        """Begin a broadcast; the future is its end, after which the bucket is to be released.
 
-    def _begin_bytes(self, flat: torch.Tensor) -> Callable[[], None]:
-        """Begin a broadcast of bytes that are there; returns what waits for its end."""
-        assert self._group is not None
-        gloo = self._backend == "gloo"
-        # On the stream that buckets are packed on, a GPU would pack and send in turn.
-        stream = None if gloo else torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        with _on(stream), _as_engine_errors():
-            sent = flat.cpu() if gloo else flat
-            work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+        One thread begins it and waits for it, and keeps the group: dropped here while a receiver
+        hangs, gloo's would stop the event loop until its time limit. The group is that of now, also
+        where the thread comes late: another, or torch's default one, has other members.
+        """
+        group = self._group
+        begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+        begun.set_running_or_notify_cancel()
+
+        def broadcast() -> None:
+            try:
+                wait = self._begin_bytes(bucket.flat, group)
+            except BaseException as error:
+                begun.set_exception(error)
+                raise
+            begun.set_result(None)
+            wait()
+
+        end = _in_daemon_thread(broadcast)
+        await asyncio.wrap_future(begun)
+        return end
+
+    def _begin_bytes(
+        self, flat: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> Callable[[], None]:
+        """Begin a broadcast of bytes that are there; returns what waits for its end.
+
+        In a thread that may wait.
+        """
+        with _as_engine_errors(BROADCAST_FAILED):
+            if self._backend == "gloo":
+                sent, stream = flat.cpu(), None
+            else:
+                torch.cuda.set_device(flat.device)  # of this thread
+                # On the stream that buckets are packed on, the GPU would pack and send in turn.
+                sent, stream = flat, torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+            if group is None or group is not self._group:
+                raise EngineError("the update was given up before a bucket was sent")
+            with _on(stream):
+                work = dist.broadcast(sent, src=0, group=group, async_op=True)
         assert work is not None, "this process is in the group"
-        return partial(_wait, work, stream, self._group)
+        return partial(_wait, work, stream, group)
 
-    def _send_anything(self, sizes: list[int], device: torch.device) -> None:
+    def _send_anything(self, sizes: list[int], group: dist.ProcessGroup | None) -> None:
         for nbytes in sizes:
-            self._begin_bytes(torch.empty(nbytes, dtype=torch.uint8, device=device))()
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._begin_bytes(flat, group)()
 
     def _tear_down(self) -> None:
         """End this side of the group at once; a member that waits for it gets an error."""
@@ -238,7 +271,7 @@ class GroupTransport(WeightTransport):
 
 def _wait(work: dist.Work, stream: torch.cuda.Stream | None, _group: dist.ProcessGroup) -> None:
     """Wait for a broadcast. Its group is kept meanwhile: it joins its threads when it goes."""
-    with _on(stream), _as_engine_errors():
+    with _on(stream), _as_engine_errors(BROADCAST_FAILED):
         work.wait()
         if stream is not None:
             stream.synchronize()
@@ -248,12 +281,17 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[o
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
+def _joined(address: GroupAddress) -> dist.ProcessGroup:
+    with _as_engine_errors("the group for the weights could not be joined"):
+        return new_group(address, 0)
+
+
 @contextlib.contextmanager
-def _as_engine_errors() -> Iterator[None]:
+def _as_engine_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise EngineError(f"the broadcast of weights failed ({error})") from error
+        raise EngineError(f"{what} ({error})") from error
 
 
 def _other_weights(name: str) -> EngineError:
