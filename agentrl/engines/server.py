@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -39,11 +40,27 @@ _EXCEPTION = re.compile(r"\b\w+(Error|Exception): .*")
 STOP_SECONDS = supervisor.GRACE_SECONDS + 5.0
 
 
+PORTS = range(16384, 32768)
+"""Below those that Linux gives to connections (32768 and up by default): one of them would often
+have taken the port by the time that a server, which first loads its model, listens on it."""
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port of `host` that nothing has at this moment, drawn anew in each process.
+
+    Raises:
+        EngineError: there is none, or `host` is no address of this machine.
+    """
+    failure: OSError | None = None
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                failure = error
+            else:
+                return port
+    raise EngineError(f"no port of {host} could be taken ({failure}): see engine.host")
 
 
 def last_lines(path: Path, count: int = 20) -> str:

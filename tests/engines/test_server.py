@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from agentrl.engines.server import EngineServer, last_lines
+from agentrl.engines.server import EngineServer, free_port, last_lines
 from agentrl.errors import EngineError
 
 HEALTHY = """
@@ -210,3 +210,16 @@ def test_the_last_lines_leave_out_empty_ones_and_need_no_file(tmp_path: Path) ->
     assert last_lines(log) == ""
     log.write_text("first\n\nsecond\n\n\nthird\n")
     assert last_lines(log, 2) == "second\nthird"
+
+
+def test_no_connection_takes_a_servers_port_before_the_server_does() -> None:
+    """A server listens on it seconds later, and the learner has hundreds of connections."""
+    lowest, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    ports = {free_port() for _ in range(50)}
+    assert max(ports) < int(lowest)
+    assert len(ports) > 1
+
+
+def test_a_host_of_another_machine_has_no_port_here() -> None:
+    with pytest.raises(EngineError, match=r"no port of 203\.0\.113\.7 .*: see engine\.host"):
+        free_port("203.0.113.7")
