@@ -51,6 +51,7 @@ OWN_OPTIONS: Mapping[str, str] = {
     "logprobs_mode": "none: the learner needs those of the sampling distribution",
     "weight_transfer_config": "engine.transport",
     "enable_sleep_mode": "engine.enable_sleep",
+    "enable_memory_saver": "engine.enable_sleep",
     "enable_lora": "engine.lora",
 }
 """Options that agentrl counts on, with what to use in place of `engine.extra`."""
@@ -96,7 +97,8 @@ class EngineConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the servers."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Any option of the server, by its long name: true gives the bare flag, tables become JSON."""
+    """Any option of the server, by its long name: true gives the bare flag, false `--no-` and the
+    flag (SGLang, where most flags have no such form: nothing), tables become JSON."""
     urls: tuple[str, ...] = ()
     """Servers that run already; none is started or ended."""
     router_url: str | None = None

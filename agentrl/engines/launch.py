@@ -179,9 +179,8 @@ def sglang_launch(
     if config.api_key is not None:
         options["api_key"] = config.api_key
     env |= config.env
-    # SGLang knows no `--no-` of these bare flags: one that is not wanted is left out.
-    unwanted = {k for k, v in config.extra.items() if v is False and options.get(k) is True}
-    options = {k: v for k, v in (options | config.extra).items() if k not in unwanted}
+    # Few of SGLang's flags have a `--no-`: one that is not wanted is left out.
+    options = {k: v for k, v in (options | config.extra).items() if v is not False}
     if loader is not None:
         env |= _python_path(config, loader)
         theirs = options.get("custom_weight_loader", ())

@@ -51,13 +51,12 @@ def test_extra_options_go_through_and_win(tmp_path: Path) -> None:
     assert line[-2:] == ["--port", "8000"]
 
 
-def test_false_takes_back_a_bare_flag_of_ours_which_sglang_has_no_other_word_against() -> None:
-    extra = {"enable_metrics": False, "enable_memory_saver": False, "enable_fp32_lm_head": False}
-    config = EngineConfig(kind="sglang", enable_sleep=True, extra=extra)
+def test_false_leaves_a_flag_of_sglang_out_which_has_no_other_word_against_it() -> None:
+    extra = {"enable_metrics": False, "trust_remote_code": False}
+    config = EngineConfig(kind="sglang", extra=extra)
     line = sglang_launch(config, "m", dtype="float32", max_model_len=64).command
     assert "--enable-cache-report" in line
-    assert not any("metrics" in part or "memory-saver" in part for part in line)
-    assert "--no-enable-fp32-lm-head" in line  # of others the server knows
+    assert not any("metrics" in part or "remote" in part for part in line)
 
 
 def test_the_plugin_comes_before_the_users_own_python_path(tmp_path: Path) -> None:
@@ -206,6 +205,7 @@ def test_a_transport_that_cannot_work_is_refused(
         ({"kind": "vllm", "urls": ["http://a:1", "http://a:1"]}, "names a server twice"),
         ({"kind": "vllm", "extra": {"tensor-parallel-size": 2}}, "use engine.tensor_parallel_size"),
         ({"kind": "sglang", "extra": {"dp_size": 2}}, "use engine.data_parallel_size"),
+        ({"kind": "sglang", "extra": {"enable_memory_saver": False}}, "use engine.enable_sleep"),
         ({"kind": "vllm", "extra": {"block-size": 8, "block_size": 16}}, "names block-size twice"),
         (
             {"kind": "vllm", "extra": {"logprobs_mode": "raw_logprobs"}},
