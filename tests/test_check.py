@@ -306,21 +306,22 @@ def test_the_first_answer_of_the_last_episode_is_cut_by_the_limit(tmp_path):
     assert sum(level == "error" for level, _ in of(report, "failure")) == 1
 
 
-def test_a_turn_that_nothing_ends_has_as_many_tokens_as_were_asked_for(tmp_path):
+def test_a_turn_that_nothing_ends_is_an_answer_and_as_long_as_was_asked_for(tmp_path):
     text = (
         HEAD
         + """
 class Loop(rl.AgentExecutor):
     async def execute(self, example, llm):
         conversation = llm.conversation("say something")
-        for count in (7, 20):
+        texts = []
+        for count in (30, 40):
             generation = await llm.generate(
                 conversation.token_ids, ignore_eos=True, max_new_tokens=count
             )
             assert len(generation.token_ids) == count, generation
             assert generation.finish_reason == "length", generation
-            conversation.take(generation)
-        return llm.trajectory(conversation, reward=1.0)
+            texts.append(conversation.take(generation).text)
+        return llm.trajectory(conversation, reward=float("yes" in texts[1]))
 """
     )
     report = check(tmp_path, text)

@@ -1,8 +1,8 @@
 """What the scripted engine says in a check: turns such as a model might write.
 
 Answers in prose and as a number, a call of an offered tool, a call whose JSON is broken, and a turn
-that the token limit cuts, as it does every turn that nothing else can end. They depend on the
-episode and the turn alone.
+that the token limit cuts. A turn that nothing else can end goes on with words after its answer.
+They depend on the episode and the turn alone.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ class CheckScript:
         """The next turn of an episode."""
         turn = self._turns[rollout_id]
         self._turns[rollout_id] += 1
-        endless = not params.stop_token_ids  # of `ignore_eos`: as many tokens as were asked for
-        if endless or (rollout_id == self._cut_rollout and turn == 0):
-            piece = self._chat.encode(CUT_ANSWER)
-            return piece * (params.max_new_tokens // len(piece) + 1)
+        piece = self._chat.encode(CUT_ANSWER)
+        filling = piece * (params.max_new_tokens // len(piece) + 1)
+        if rollout_id == self._cut_rollout and turn == 0:
+            return filling
         tools = self._tools()
         turns = [*(_calls(tools[0], self._chat.parser) if tools else ()), *ANSWERS]
-        return [*self._chat.encode(turns[turn % len(turns)]), self._end]
+        said = [*self._chat.encode(turns[turn % len(turns)]), self._end]
+        # `ignore_eos` has a model go on after its answer's end.
+        return said if params.stop_token_ids else said + filling
 
 
 def _calls(tool: Mapping[str, Any], parser: str) -> tuple[str, str]:
