@@ -214,9 +214,11 @@ def test_the_last_lines_leave_out_empty_ones_and_need_no_file(tmp_path: Path) ->
 
 def test_no_connection_takes_a_servers_port_before_the_server_does() -> None:
     """A server listens on it seconds later, and the learner has hundreds of connections."""
-    lowest, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest < 32768:
+        pytest.skip(f"connections of this machine take ports from {lowest} on")
     ports = {free_port() for _ in range(50)}
-    assert max(ports) < int(lowest)
+    assert max(ports) < lowest
     assert len(ports) > 1
 
 
