@@ -28,6 +28,9 @@ __all__ = ["EngineServer", "free_port", "last_lines"]
 
 logger = logging.getLogger(__name__)
 
+PORTS = range(16384, 32768)
+"""Below those that Linux gives to connections (32768 and up by default): one of them could
+have taken the port by the time that a server, which first loads its model, listens on it."""
 HEALTH_INTERVAL = 0.25
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -38,11 +41,6 @@ RANK_VARIABLES = (
 and under `TORCHELASTIC_USE_AGENT_STORE` each would wait for another to open their store."""
 _EXCEPTION = re.compile(r"\b\w+(Error|Exception): .*")
 STOP_SECONDS = supervisor.GRACE_SECONDS + 5.0
-
-
-PORTS = range(16384, 32768)
-"""Below those that Linux gives to connections (32768 and up by default): one of them would often
-have taken the port by the time that a server, which first loads its model, listens on it."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
