@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/gpu/bare_broadcast.py --out FILE SHAPE... < /dev/null
 
 In one piece, from memory that is there already, once it is this script's turn (`wait_for_turn`). On
-a machine without a GPU gloo carries them.
+a machine without a GPU gloo carries them; with one GPU both ranks are on it, as two hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from shapes import SHAPES, build_model
-from split_placement import wait_for_turn
+from split_placement import own_host, wait_for_turn
 
 
 def bytes_of(shape: str) -> int:
@@ -50,7 +50,9 @@ def main() -> None:
     wait_for_turn(arguments.out)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+        rank = os.environ["LOCAL_RANK"]
+        os.environ.update(own_host(rank))
+        device, backend = torch.device("cuda", int(rank) % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     found = {shape: seconds_of(size, arguments.repeat, device) for shape, size in sizes.items()}

@@ -4,7 +4,8 @@
 with requests in flight (`pause`: what those wait for); then whether the server says what the model
 on GPU 0 says: the share of greedy tokens that are the model's own first choice, and the mean
 absolute difference of log-probabilities. Servers start together, one after another is measured,
-once it is this script's turn (`wait_for_turn`). Without a GPU gloo carries the weights.
+once it is this script's turn (`wait_for_turn`). Without a GPU gloo carries the weights. With one
+GPU both sides are on it (`own_host`), to try whether updates arrive: its seconds mean nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -50,14 +52,21 @@ def wait_for_turn(out: Path) -> None:
     sys.stdin.read()
 
 
+def own_host(name: str) -> dict[str, str]:
+    """Variables of a process on the only GPU: to NCCL, which takes one rank of a host there, it is
+    a host of its own. None where there are two."""
+    return {"NCCL_HOSTID": name} if torch.cuda.device_count() == 1 else {}
+
+
 def config_for(arguments: argparse.Namespace, shape: str, folder: Path) -> Config:
-    """A server of one shape on the second GPU."""
+    """A server of one shape on the second GPU, or on the only one."""
     engine: dict[str, Any] = {
         "python": arguments.python,
         "max_num_seqs": 256,
         "max_model_len": 2048,
         "transport": "gloo",
         "bucket_mb": arguments.bucket_mb,
+        "env": own_host("server"),
         "pause_mode": "abort",
         "extra": {},
     }
@@ -67,7 +76,8 @@ def config_for(arguments: argparse.Namespace, shape: str, folder: Path) -> Confi
             for k, v in OPTIONS[arguments.engine].items()
             if k not in ("compilation_config", "cuda_graph_bs_decode")
         }
-        engine |= {"gpus": [1], "transport": "nccl", "start_timeout": START_TIMEOUT}
+        gpu = min(1, torch.cuda.device_count() - 1)
+        engine |= {"gpus": [gpu], "transport": "nccl", "start_timeout": START_TIMEOUT}
         engine["extra"] = options | GPU_SHARE[arguments.engine] | QUICK_START[arguments.engine]
     return server_config(arguments.engine, shape, folder, engine=engine)
 
@@ -143,6 +153,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=64, help="requests that an update meets")
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     arguments = parser.parse_args()
+    os.environ.update(own_host("learner"))
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(measure_all(arguments, Path(name)))
     arguments.out.write_text(json.dumps(found))

@@ -314,8 +314,11 @@ def parse() -> argparse.Namespace:
 
 def missing(arguments: argparse.Namespace) -> str | None:
     """What the parts need and is not there."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        return "two GPUs are needed, and torch sees one: look at CUDA_VISIBLE_DEVICES"
+    if torch.cuda.device_count() == 1 and arguments.parts != ["split"]:
+        return (
+            "two GPUs are needed, and torch sees one: look at CUDA_VISIBLE_DEVICES, or try "
+            "--parts split, whose two sides then share it"
+        )
     if len(arguments.engine) > 1 and "split" not in arguments.parts:
         return "only the part split is measured with more than one engine: name one"
     if arguments.python and len(arguments.python) != len(arguments.engine):
@@ -346,10 +349,12 @@ def python_runs(python: Path, code: str) -> bool:
 def main() -> None:
     arguments = parse()
     result: dict[str, Any] = {**card(), "engine": ", ".join(arguments.engine)}
-    print(f"{result['engine']}, 2 x {result['card']}", flush=True)
-    if not torch.cuda.is_available():
+    gpus = torch.cuda.device_count()
+    print(f"{result['engine']}, {min(gpus, 2)} x {result['card']}", flush=True)
+    if gpus < 2:
         print(
-            "no GPU is seen: this tries the scripts out, and its figures mean nothing", flush=True
+            f"{gpus} GPUs are seen: this tries the scripts out, its seconds mean nothing",
+            flush=True,
         )
     with Runner(arguments) as runner:
         for part, found in measure(runner):
