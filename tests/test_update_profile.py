@@ -31,9 +31,10 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     assert json.loads(run("-c", code).splitlines()[-1]) == [*KERNELS.values()]
 
 
-def test_without_a_gpu_there_are_seconds_and_no_kernels() -> None:
+def test_without_a_gpu_there_are_seconds_of_updates_and_of_operators() -> None:
     small = json.dumps({"groups": 2, "members": 2, "prompt": 32, "response": 16})
     options = ("--shape", "tiny", "--workload", small, "--repeat", "2", "--json")
     found = json.loads(run("update_profile.py", *options).splitlines()[-1])
     assert sorted(found["all_seconds"])[0] <= found["seconds"] <= max(found["all_seconds"])
-    assert found["kernel_seconds"] == {}
+    assert sum(found["kernel_seconds"].values()) > 0
+    assert min(found["kernel_seconds"].values()) >= 0

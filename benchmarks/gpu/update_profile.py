@@ -2,7 +2,8 @@
 
 16 prompts of 512 random tokens with 8 samples of 256, as tries, of a Qwen2.5-0.5B shape in bfloat16
 with liger-kernel's layers: forward, backward, clipping, AdamW. `seconds` is the median of
-`--repeat` updates without the profiler; then the torch profiler watches one more.
+`--repeat` updates without the profiler; then the torch profiler watches one more. On a CPU, whose
+operators then count, it tries itself out.
 
     python benchmarks/gpu/update_profile.py [--shape qwen2.5-0.5b] [--json]
 """
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import SHAPES, build_model, card
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from agentrl.config import Config
@@ -92,14 +94,16 @@ def update(learner: Learner, batch: list[Sample]) -> float:
 
 
 def kernel_seconds(learner: Learner, batch: list[Sample]) -> Counter[str]:
-    """Of one update, by kind."""
+    """Of one update, by kind; without a GPU of its operators."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         update(learner, batch)
+    gpu = torch.cuda.is_available()
+    device = DeviceType.CUDA if gpu else DeviceType.CPU
     found: Counter[str] = Counter()
     for event in profiler.events():
-        on_gpu = event.device_type is torch.autograd.DeviceType.CUDA
-        if on_gpu and not event.is_user_annotation:
-            found[kind_of(event.name)] += event.self_device_time_total / 1e6
+        if event.device_type == device and not event.is_user_annotation:
+            spent = event.self_device_time_total if gpu else event.self_cpu_time_total
+            found[kind_of(event.name)] += spent / 1e6
     return found
 
 
