@@ -21,8 +21,14 @@ class Place:
 
     replica: int | None
     """Data-parallel replica of the server; None where the server chooses."""
-    key: str
-    """The same for requests that share a prefix: their group, or their rollout."""
+    rollout_id: str = ""
+    group_id: str = ""
+    """Of a group of several: its members begin with one prompt."""
+
+    @property
+    def key(self) -> str:
+        """The same for requests that share a prefix: their group, or their rollout."""
+        return self.group_id or self.rollout_id
 
 
 @dataclass(frozen=True, slots=True)

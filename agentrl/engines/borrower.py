@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from agentrl.engines.base import Engine, WeightSource
 from agentrl.engines.http import EngineClient
-from agentrl.engines.lender import Answered, Ask, Broke, GaveUp, Granted, Refused, Sent
-from agentrl.engines.token_route import Permit, TokenRoute
+from agentrl.engines.lender import Answered, Ask, Broke, Computed, GaveUp, Granted, Refused, Sent
+from agentrl.engines.token_route import Permit, Progress, TokenRoute
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
@@ -43,7 +43,7 @@ class BorrowedEngine(Engine):
     def __init__(
         self,
         route: TokenRoute,
-        send: Callable[[Ask | Sent | Answered | Broke | GaveUp], None],
+        send: Callable[[Ask | Computed | Sent | Answered | Broke | GaveUp], None],
         *,
         version: int = 0,
         api_key: str | None = None,
@@ -145,6 +145,6 @@ class BorrowedEngine(Engine):
             limit = self._route.limits.request_timeout
             client = EngineClient(permit.url, limit=limit, api_key=self._api_key)
             self._clients[permit.url] = client
-        return await self._route.sample(
-            client, token_ids, params, permit, lambda: self._send(Sent(number))
-        )
+        send = self._send
+        progress = Progress(lambda: send(Sent(number)), lambda: send(Computed(number)))
+        return await self._route.sample(client, token_ids, params, permit, progress)

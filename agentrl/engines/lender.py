@@ -3,7 +3,7 @@
     borrower                        lender
     Ask                       ->    the pool chooses an engine, whose gate admits the request
                               <-    Granted, with what it must be sent with
-    sends it; Sent            ->
+    sends it; Computed, Sent  ->
     Answered, Broke, GaveUp   ->    it is counted, explained or aborted, like any other request
                               <-    Refused: it is not admitted, was ended, or why it broke
 
@@ -21,11 +21,11 @@ from functools import partial
 from typing import NamedTuple
 
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.token_route import Permit
+from agentrl.engines.token_route import Permit, Progress
 from agentrl.errors import EngineError
 from agentrl.types import FinishReason
 
-__all__ = ["Answered", "Ask", "Broke", "GaveUp", "Granted", "Lender", "Refused", "Sent"]
+__all__ = ["Answered", "Ask", "Broke", "Computed", "GaveUp", "Granted", "Lender", "Refused", "Sent"]
 
 
 class Ask(NamedTuple):
@@ -36,6 +36,12 @@ class Ask(NamedTuple):
     max_new_tokens: int
     rollout_id: str
     group_id: str
+
+
+class Computed(NamedTuple):
+    """The prompt is computed, for which siblings wait."""
+
+    loan: int
 
 
 class Sent(NamedTuple):
@@ -86,7 +92,7 @@ class _Loan:
 
     task: asyncio.Task[None]
     answer: asyncio.Future[Answered] | None = None
-    note_sent: Callable[[], None] | None = None
+    progress: Progress | None = None
 
 
 class Lender:
@@ -106,7 +112,7 @@ class Lender:
         """Loans that have not ended."""
         return len(self._loans)
 
-    def take(self, message: Ask | Sent | Answered | Broke | GaveUp) -> None:
+    def take(self, message: Ask | Computed | Sent | Answered | Broke | GaveUp) -> None:
         """Hear what the borrower says."""
         if isinstance(message, Ask):
             task = asyncio.create_task(self._lend(message), name=f"loan {message.loan}")
@@ -118,9 +124,12 @@ class Lender:
         if loan is None:  # it was refused, and the borrower does not know it yet
             return
         match message:
+            case Computed():
+                if loan.progress is not None:
+                    loan.progress.note_computed()
             case Sent():
-                if loan.note_sent is not None:
-                    loan.note_sent()
+                if loan.progress is not None:
+                    loan.progress.note_sent()
             case GaveUp():
                 loan.task.cancel()
             case Answered():
@@ -150,12 +159,10 @@ class Lender:
             self._send(Refused(ask.loan, EngineError("the request was given up")))
             raise
 
-    async def _hand_over(
-        self, number: int, permit: Permit, note_sent: Callable[[], None]
-    ) -> Answered:
+    async def _hand_over(self, number: int, permit: Permit, progress: Progress) -> Answered:
         """The request as the engine sees it: from the permit to the answer."""
         loan = self._loans[number]
         loan.answer = asyncio.get_running_loop().create_future()
-        loan.note_sent = note_sent
+        loan.progress = progress
         self._send(Granted(number, permit))
         return await loan.answer

@@ -146,7 +146,7 @@ class EnginePool(Engine):
         tokens = prompt_tokens + max_new_tokens
         engine, replica = slot = await self._take_slot(rollout_id, group_id, tokens)
         try:
-            place = Place(replica, group_id or rollout_id)
+            place = Place(replica, rollout_id, group_id)
             return await engine.request(send, prompt_tokens, place)
         finally:
             self._router.end(slot, tokens)

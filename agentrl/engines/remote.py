@@ -23,7 +23,8 @@ from agentrl.engines.gate import RequestGate
 from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedError
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
-from agentrl.engines.token_route import Permit, TokenRoute
+from agentrl.engines.siblings import Sibling, Siblings
+from agentrl.engines.token_route import Permit, Progress, TokenRoute
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
@@ -44,9 +45,12 @@ DEATH_SECONDS = 3.0
 
 A = TypeVar("A", bound=Answer)
 
-Send = Callable[[Permit, Callable[[], None]], Awaitable[A]]
-"""Sends one request with a permit, calls the second argument when it is written, and gives what
-came of it. Raises EngineError."""
+Send = Callable[[Permit, Progress], Awaitable[A]]
+"""Sends one request with a permit, tells how far it is, and gives what came of it. Raises
+EngineError."""
+
+SHARED_TOKENS = 256
+"""Prompts of fewer tokens are computed sooner than a request of their own is answered."""
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -104,6 +108,7 @@ class RemoteEngine(Engine, UpdatableEngine):
         """Requests that were given up and that the server may still be at; whether it has confirmed
         that they are ended."""
         self._gate = RequestGate()
+        self._siblings = Siblings()
         self._stats = EngineStats(self.metric_names)
         self._metrics_read = 0.0
         self._metrics_due = False
@@ -222,10 +227,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         """Sample a continuation; see `Engine.generate`. `replica` picks a data-parallel replica."""
         self.route.check(token_ids, params)
 
-        async def send(permit: Permit, sent: Callable[[], None]) -> Generation:
-            return await self.route.sample(self._token_client, token_ids, params, permit, sent)
+        async def send(permit: Permit, progress: Progress) -> Generation:
+            return await self.route.sample(self._token_client, token_ids, params, permit, progress)
 
-        return await self.request(send, len(token_ids), Place(replica, group_id or rollout_id))
+        return await self.request(send, len(token_ids), Place(replica, rollout_id, group_id))
 
     async def request(self, send: Send[A], prompt_tokens: int, place: Place) -> A:
         """Admit one request, have it sent, and count what came of it.
@@ -241,20 +246,36 @@ class RemoteEngine(Engine, UpdatableEngine):
         Raises:
             EngineError: the engine takes no requests, or this one failed.
         """
-        await self._gate.enter()
-        permit = Permit(
-            request_id=uuid.uuid4().hex,
-            url=self._token_client.url,
-            label=self.label,
-            version=self._version,
-            cache_salt=self._cache_salt,
-            place=place,
-            adapter=self._adapter,
-        )
-        request_id = permit.request_id
+        with await self._sibling(prompt_tokens, place) as sibling:
+            await self._gate.enter()
+            permit = Permit(
+                request_id=uuid.uuid4().hex,
+                url=self._token_client.url,
+                label=self.label,
+                version=self._version,
+                cache_salt=self._cache_salt,
+                place=place,
+                adapter=self._adapter,
+                computes_first=sibling.first,
+            )
+            note_sent = partial(self._gate.note_sent, permit.request_id)
+            call = send(permit, Progress(note_sent, sibling.note_computed))
+            answer = await self._counted(call, prompt_tokens, permit.request_id)
+        self._read_metrics_now_and_then()
+        return answer
+
+    async def _sibling(self, prompt_tokens: int, place: Place) -> Sibling:
+        """Wait for a sibling that has the same prompt computed, if there is one."""
+        alone = prompt_tokens < SHARED_TOKENS or not place.group_id
+        if alone or not self.token_route.computes_anew:
+            return Sibling()
+        cache = self._incarnation, self._cache_salt, place.replica
+        return await self._siblings.join((cache, place.group_id))
+
+    async def _counted(self, call: Awaitable[A], prompt_tokens: int, request_id: str) -> A:
+        """Await a request that has been admitted, and count what comes of it."""
         with self._stats.request() as elapsed:
             try:
-                call = send(permit, partial(self._gate.note_sent, request_id))
                 answer = await self._gate.run(request_id, call)
             except asyncio.CancelledError:
                 self._stats.record_unanswered("cancelled")
@@ -266,7 +287,6 @@ class RemoteEngine(Engine, UpdatableEngine):
                 self._abort_later(request_id)
                 raise await self._explained(error) from error
             self._stats.record(prompt_tokens, answer, elapsed())
-        self._read_metrics_now_and_then()
         return answer
 
     async def pause(self, mode: PauseMode = "wait") -> None:

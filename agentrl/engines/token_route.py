@@ -18,7 +18,7 @@ from agentrl.engines.request_check import EngineLimits, check_request
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
-__all__ = ["Permit", "TokenRoute"]
+__all__ = ["Permit", "Progress", "TokenRoute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,33 @@ class Permit:
     place: Place
     adapter: str | None = None
     """What the server calls the LoRA adapter to sample with."""
+    computes_first: bool = False
+    """Whether the prompt is to be computed by itself first: siblings wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Who is told how far a request is."""
+
+    note_sent: Callable[[], None]
+    """To be called when all of it is written to the server."""
+    note_computed: Callable[[], None]
+    """To be called when its prompt is computed, if the permit says `computes_first`."""
 
 
 class TokenRoute(ABC):
     """One kind of server's route for tokens.
 
     Attributes:
+        computes_anew: whether the server computes a prompt for each of several requests that come
+            together, so that one of them must lead (see `siblings`).
         limits: what a request must keep within.
         knows_versions: whether the server says which weights sampled each token; its first answer
             shows it.
     """
 
     kind: ClassVar[str]
+    computes_anew: ClassVar[bool] = False
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
@@ -70,7 +85,7 @@ class TokenRoute(ABC):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        sent: Callable[[], None],
+        progress: Progress,
     ) -> Generation:
         """Send a request that was checked and admitted, and read its answer.
 
@@ -79,13 +94,13 @@ class TokenRoute(ABC):
             token_ids: the prompt.
             params: how to sample.
             permit: says what to send it with.
-            sent: called when the whole request is written.
+            progress: told how far the request is.
 
         Raises:
             EngineError: no answer came, or not what was asked for.
         """
         try:
-            sampled = await self._ask(client, token_ids, params, permit, sent)
+            sampled = await self._ask(client, token_ids, params, permit, progress)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"the answer of {permit.label} is not that of a {self.kind} server "
@@ -107,6 +122,6 @@ class TokenRoute(ABC):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        sent: Callable[[], None],
+        progress: Progress,
     ) -> Sampled:
         """Send the request."""

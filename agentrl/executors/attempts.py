@@ -121,7 +121,7 @@ class LocalAttempts(Attempts):
             max_turns=self._rollout.max_turns,
             max_tokens=self._rollout.max_tokens,
             rollout_id=member.rollout_id,
-            group_id=request.group_id,
+            group_id=request.group_id if request.n_samples > 1 else "",
             seed=self._seed + attempt * SEED_STRIDE,
         )
         episode = asyncio.create_task(self._episode(request, llm), name=member.rollout_id)

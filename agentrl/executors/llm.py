@@ -56,7 +56,7 @@ class LLM:
         sampling: parameters of every call; shared by all episodes and never changed.
         max_turns: most turns of the episode.
         max_tokens: most tokens of one context, everything counted.
-        rollout_id, group_id: whose cached prefix the engine should look for.
+        rollout_id, group_id: whose cached prefix the engine should look for; "" for a group of one.
         seed: the calls' seeds are derived from it, the rollout_id and the index of the call, where
             the engine repeats by them.
     """
