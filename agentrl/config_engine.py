@@ -90,6 +90,9 @@ class EngineConfig(Section):
     """Replicas inside one server, each with a prefix cache of its own; likewise."""
     api_server_count: PositiveInt = 1
     """Processes of one server that read requests and write answers, where one is the limit."""
+    shared_prefill_tokens: NonNegativeInt = 1024
+    """SGLang: first prompts of at least so many tokens are computed once for a group that comes
+    together, whose other members wait for that; 0: each computes what it does not find."""
     gpus: tuple[int, ...] = ()
     """GPUs of this host that the servers share out among them; without it, each sees all."""
     python: Path | None = None
@@ -195,12 +198,22 @@ class EngineConfig(Section):
         started |= {"gpus", "enable_sleep", "sleep_level", "api_server_count"}
         served = started | {"tensor_parallel_size", "data_parallel_size"}
         served |= {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
-        served |= {"router_url", "bucket_mb", "verify_weights", "pause_mode", "host"}
+        served |= {
+            "shared_prefill_tokens",
+            "router_url",
+            "bucket_mb",
+            "verify_weights",
+            "pause_mode",
+            "host",
+        }
         if self.kind not in SERVER_KINDS:
             self._refuse_ignored(
                 "engine", served, f"engine.kind is {self.kind}, which is no server"
             )
             return
+        if self.kind != "sglang":
+            why = f"engine.kind is {self.kind}, which finds prompts that it is about to compute"
+            self._refuse_ignored("engine", {"shared_prefill_tokens"}, why)
         if self.urls:
             self._refuse_ignored("engine", started, "engine.urls names servers that run already")
         why = f"engine.kind is {self.kind}, whose batches depend on timing"

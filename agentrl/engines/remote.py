@@ -23,7 +23,7 @@ from agentrl.engines.gate import RequestGate
 from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedError
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
-from agentrl.engines.siblings import Sibling, Siblings
+from agentrl.engines.siblings import Sibling
 from agentrl.engines.token_route import Permit, Progress, TokenRoute
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
@@ -48,9 +48,6 @@ A = TypeVar("A", bound=Answer)
 Send = Callable[[Permit, Progress], Awaitable[A]]
 """Sends one request with a permit, tells how far it is, and gives what came of it. Raises
 EngineError."""
-
-SHARED_TOKENS = 256
-"""Prompts of fewer tokens are computed sooner than a request of their own is answered."""
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -108,7 +105,6 @@ class RemoteEngine(Engine, UpdatableEngine):
         """Requests that were given up and that the server may still be at; whether it has confirmed
         that they are ended."""
         self._gate = RequestGate()
-        self._siblings = Siblings()
         self._stats = EngineStats(self.metric_names)
         self._metrics_read = 0.0
         self._metrics_due = False
@@ -265,12 +261,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         return answer
 
     async def _sibling(self, prompt_tokens: int, place: Place) -> Sibling:
-        """Wait for a sibling that has the same prompt computed, if there is one."""
-        alone = prompt_tokens < SHARED_TOKENS or not place.group_id
-        if alone or not self.token_route.computes_anew:
-            return Sibling()
-        cache = self._incarnation, self._cache_salt, place.replica
-        return await self._siblings.join((cache, place.group_id))
+        """The request as one of its group, once it is its turn."""
+        return Sibling()
 
     async def _counted(self, call: Awaitable[A], prompt_tokens: int, request_id: str) -> A:
         """Await a request that has been admitted, and count what comes of it."""

@@ -94,13 +94,16 @@ def _engine(
 ) -> RemoteEngine:
     section = config.engine
     kind: Callable[..., RemoteEngine]
-    if section.router_url is not None:
-        kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
-    elif section.kind == "vllm":
+    if section.kind == "vllm":
         kind = partial(VLLMEngine, api_servers=section.api_server_count)
     else:
+        kind = partial(SGLangEngine, has_loader=_has_loader(config))
+        if section.router_url is not None:
+            kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
         kind = partial(
-            SGLangEngine, has_loader=_has_loader(config), api_servers=section.api_server_count
+            kind,
+            api_servers=section.api_server_count,
+            shared_prefill_tokens=section.shared_prefill_tokens,
         )
     server, url = None, None
     if section.urls:

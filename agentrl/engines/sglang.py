@@ -20,12 +20,14 @@ from typing import Any
 import httpx
 import torch
 
+from agentrl.engines.answer import Place
 from agentrl.engines.base import PauseMode
 from agentrl.engines.engine_stats import MetricNames
 from agentrl.engines.http import RequestRefusedError
 from agentrl.engines.remote import RemoteEngine
 from agentrl.engines.server_code import install_code
 from agentrl.engines.sglang_tokens import SGLangTokens
+from agentrl.engines.siblings import Sibling, Siblings
 from agentrl.engines.transport.base import GroupAddress
 from agentrl.engines.transport.buckets import TensorSpec
 from agentrl.engines.transport.shared_memory import SharedBuffer, share
@@ -59,6 +61,8 @@ class SGLangEngine(RemoteEngine):
     Args:
         has_loader: whether the server knows `LOADER`.
         api_servers: how many of its processes answer.
+        shared_prefill_tokens: prompts of at least so many tokens are computed once for a group that
+            comes together (see `siblings`); 0: none.
     """
 
     token_route = SGLangTokens
@@ -70,9 +74,18 @@ class SGLangEngine(RemoteEngine):
         counts_preemptions="sglang:num_retracted_reqs",
     )
 
-    def __init__(self, *, has_loader: bool = False, api_servers: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        has_loader: bool = False,
+        api_servers: int = 1,
+        shared_prefill_tokens: int = 0,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
         self._has_loader, self._api_servers = has_loader, api_servers
+        self._shared_prefill_tokens = shared_prefill_tokens
+        self._siblings = Siblings()
         self._knows_sessions = True
         """Whether the server opens and closes updates, as far as it has said."""
         self._update_id = ""
@@ -217,6 +230,12 @@ class SGLangEngine(RemoteEngine):
                 )
             elif isinstance(answer, BaseException):
                 raise answer
+
+    async def _sibling(self, prompt_tokens: int, place: Place) -> Sibling:
+        if not place.group_id or not 0 < self._shared_prefill_tokens <= prompt_tokens:
+            return Sibling()
+        cache = self._incarnation, self._cache_salt, place.replica
+        return await self._siblings.join((cache, place.group_id))
 
     async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:
         await self._post_tensors(buckets, LOADER)

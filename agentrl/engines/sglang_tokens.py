@@ -23,7 +23,6 @@ class SGLangTokens(TokenRoute):
     """See `TokenRoute`."""
 
     kind = "sglang"
-    computes_anew = True
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what the server would not sample as asked; see `TokenRoute.check`."""

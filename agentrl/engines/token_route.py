@@ -56,15 +56,12 @@ class TokenRoute(ABC):
     """One kind of server's route for tokens.
 
     Attributes:
-        computes_anew: whether the server computes a prompt for each of several requests that come
-            together, so that one of them must lead (see `siblings`).
         limits: what a request must keep within.
         knows_versions: whether the server says which weights sampled each token; its first answer
             shows it.
     """
 
     kind: ClassVar[str]
-    computes_anew: ClassVar[bool] = False
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits

@@ -1,4 +1,4 @@
-"""A real SGLang computes few prompts of a group twice, also where all of the group come at once."""
+"""A real SGLang and the prompts of groups whose members all come at once."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ async def test_members_that_wait_at_once_share_their_prompt(
     possible = GROUPS * (MEMBERS - 1) * (PROMPT - 1)
     # All but those that a late leader's pass has room for; few where the first to come is first.
     assert cached > 0.6 * possible
+
+
+async def test_a_group_computes_its_prompt_once(model_folder: Path, tmp_path: Path) -> None:
+    prompts = [[3 + (7 * group + i * i) % 100 for i in range(PROMPT)] for group in range(GROUPS)]
+    async with running("sglang", model_folder, tmp_path, shared_prefill_tokens=PROMPT) as pool:
+        calls = (
+            pool.generate(prompt, SamplingParams(4), group_id=f"group {group}")
+            for group, prompt in enumerate(prompts)
+            for _ in range(MEMBERS)
+        )
+        found = [generation.cached_tokens for generation in await asyncio.gather(*calls)]
+    assert sorted(found) == [0] * GROUPS + [PROMPT - 1] * GROUPS * (MEMBERS - 1)

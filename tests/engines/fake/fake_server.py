@@ -301,8 +301,8 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
             body["rid"],
             body["input_ids"],
             limit=params["max_new_tokens"],
-            temperature=params["temperature"],
-            stop=set(params["stop_token_ids"]),
+            temperature=params.get("temperature", 1.0),
+            stop=set(params.get("stop_token_ids", ())),
             salt=f"{body.get('extra_key')} {body.get('routed_dp_rank', 0)}",
             seed=params.get("sampling_seed"),
         )
@@ -316,7 +316,7 @@ def sglang_answer(sampler: Sampler, path: str, call: Call) -> Any:
         if result["routes"] is not None and body.get("return_routed_experts"):
             numbers = result["routes"].astype(np.int32).tobytes()
             meta["routed_experts"] = base64.b64encode(numbers).decode()
-        if body["return_logprob"]:
+        if body.get("return_logprob"):
             pairs = zip(result["logprobs"], result["ids"], strict=True)
             meta["output_token_logprobs"] = [[p, i, None] for p, i in pairs]
         return {"output_ids": result["ids"], "meta_info": meta}
