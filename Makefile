@@ -56,11 +56,12 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/trie_training.py --json
 	$(BIN)/python benchmarks/gpu/learner.py --json
 	$(BIN)/python benchmarks/gpu/update_profile.py --json
+	$(BIN)/python benchmarks/gpu/shared_prefill.py --python $(SGLANG_PYTHON) --json
 	for shape in qwen2.5-1.5b qwen2.5-7b; do \
 		$(BIN)/python benchmarks/gpu/weights.py --engine vllm --python $(VLLM_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
 		$(BIN)/python benchmarks/gpu/weights.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --bucket-mb 4096 --json && \
 		$(BIN)/python benchmarks/gpu/rollout.py --engine vllm --python $(VLLM_PYTHON) --shape $$shape --json && \
-		$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --json || exit 1; \
+		$(BIN)/python benchmarks/gpu/rollout.py --engine sglang --python $(SGLANG_PYTHON) --shape $$shape --processes 8 --api-servers 8 --json || exit 1; \
 	done
 	$(TRL_PYTHON) -m pip install -q trl==1.16.0 "datasets>=4" "liger-kernel>=0.8"
 	$(BIN)/python benchmarks/gpu/vs_trl.py --python $(VLLM_PYTHON) --trl-python $(TRL_PYTHON) --json
