@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from agentrl.engines.base import Engine, WeightSource
 from agentrl.engines.http import EngineClient
-from agentrl.engines.lender import Answered, Ask, Broke, Computed, GaveUp, Granted, Refused, Sent
-from agentrl.engines.token_route import Permit, Progress, TokenRoute
+from agentrl.engines.lender import Answered, Ask, Broke, GaveUp, Granted, Refused, Sent
+from agentrl.engines.token_route import Permit, TokenRoute
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
@@ -43,7 +43,7 @@ class BorrowedEngine(Engine):
     def __init__(
         self,
         route: TokenRoute,
-        send: Callable[[Ask | Computed | Sent | Answered | Broke | GaveUp], None],
+        send: Callable[[Ask | Sent | Answered | Broke | GaveUp], None],
         *,
         version: int = 0,
         api_key: str | None = None,
@@ -103,9 +103,11 @@ class BorrowedEngine(Engine):
         loan = self._loans[number] = _Loan(loop.create_future(), loop.create_future())
         self._send(Ask(number, len(token_ids), params.max_new_tokens, rollout_id, group_id))
         try:
-            permit = await loan.permit
-            loan.exchange = asyncio.ensure_future(self._exchange(number, token_ids, params, permit))
-            generation = await loan.exchange
+            while (permit := await loan.permit).computes_only:
+                generation = await self._exchanged(loan, number, token_ids, params, permit)
+                loan.permit = loop.create_future()
+                self._send(_answered(number, generation))
+            generation = await self._exchanged(loan, number, token_ids, params, permit)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if loan.refused.done() and not (task is not None and task.cancelling()):
@@ -122,10 +124,7 @@ class BorrowedEngine(Engine):
             if loan.exchange is not None:
                 loan.exchange.cancel()
             del self._loans[number]
-        answer = Answered(
-            number, generation.num_sampled, generation.cached_tokens, generation.finish_reason
-        )
-        self._send(answer)
+        self._send(_answered(number, generation))
         return generation
 
     async def update_weights(self, source: WeightSource) -> None:
@@ -137,6 +136,21 @@ class BorrowedEngine(Engine):
         for client in self._clients.values():
             await client.close()
 
+    async def _exchanged(
+        self,
+        loan: _Loan,
+        number: int,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        permit: Permit,
+    ) -> Generation:
+        """The answer to one exchange, which a refusal cancels."""
+        loan.exchange = asyncio.ensure_future(self._exchange(number, token_ids, params, permit))
+        generation = await loan.exchange
+        if loan.refused.done():  # just when it was answered
+            raise asyncio.CancelledError
+        return generation
+
     async def _exchange(
         self, number: int, token_ids: Sequence[int], params: SamplingParams, permit: Permit
     ) -> Generation:
@@ -145,6 +159,12 @@ class BorrowedEngine(Engine):
             limit = self._route.limits.request_timeout
             client = EngineClient(permit.url, limit=limit, api_key=self._api_key)
             self._clients[permit.url] = client
-        send = self._send
-        progress = Progress(lambda: send(Sent(number)), lambda: send(Computed(number)))
-        return await self._route.sample(client, token_ids, params, permit, progress)
+        return await self._route.sample(
+            client, token_ids, params, permit, lambda: self._send(Sent(number))
+        )
+
+
+def _answered(number: int, generation: Generation) -> Answered:
+    return Answered(
+        number, generation.num_sampled, generation.cached_tokens, generation.finish_reason
+    )

@@ -3,8 +3,9 @@
     borrower                        lender
     Ask                       ->    the pool chooses an engine, whose gate admits the request
                               <-    Granted, with what it must be sent with
-    sends it; Computed, Sent  ->
+    sends it; Sent            ->
     Answered, Broke, GaveUp   ->    it is counted, explained or aborted, like any other request
+                              <-    Granted again, where its prompt alone was to be computed first
                               <-    Refused: it is not admitted, was ended, or why it broke
 
 Requests and answers go between borrower and server alone. Everything that must be known in one
@@ -21,11 +22,11 @@ from functools import partial
 from typing import NamedTuple
 
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.token_route import Permit, Progress
+from agentrl.engines.token_route import Permit
 from agentrl.errors import EngineError
 from agentrl.types import FinishReason
 
-__all__ = ["Answered", "Ask", "Broke", "Computed", "GaveUp", "Granted", "Lender", "Refused", "Sent"]
+__all__ = ["Answered", "Ask", "Broke", "GaveUp", "Granted", "Lender", "Refused", "Sent"]
 
 
 class Ask(NamedTuple):
@@ -38,12 +39,6 @@ class Ask(NamedTuple):
     group_id: str
 
 
-class Computed(NamedTuple):
-    """The prompt is computed, for which siblings wait."""
-
-    loan: int
-
-
 class Sent(NamedTuple):
     """The request is written to the server."""
 
@@ -51,7 +46,7 @@ class Sent(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The request was answered, and the loan is over."""
+    """The request was answered, and the loan is over but for what `Permit.computes_only`."""
 
     loan: int
     num_sampled: int
@@ -92,7 +87,7 @@ class _Loan:
 
     task: asyncio.Task[None]
     answer: asyncio.Future[Answered] | None = None
-    progress: Progress | None = None
+    note_sent: Callable[[], None] | None = None
 
 
 class Lender:
@@ -112,7 +107,7 @@ class Lender:
         """Loans that have not ended."""
         return len(self._loans)
 
-    def take(self, message: Ask | Computed | Sent | Answered | Broke | GaveUp) -> None:
+    def take(self, message: Ask | Sent | Answered | Broke | GaveUp) -> None:
         """Hear what the borrower says."""
         if isinstance(message, Ask):
             task = asyncio.create_task(self._lend(message), name=f"loan {message.loan}")
@@ -124,12 +119,9 @@ class Lender:
         if loan is None:  # it was refused, and the borrower does not know it yet
             return
         match message:
-            case Computed():
-                if loan.progress is not None:
-                    loan.progress.note_computed()
             case Sent():
-                if loan.progress is not None:
-                    loan.progress.note_sent()
+                if loan.note_sent is not None:
+                    loan.note_sent()
             case GaveUp():
                 loan.task.cancel()
             case Answered():
@@ -159,10 +151,12 @@ class Lender:
             self._send(Refused(ask.loan, EngineError("the request was given up")))
             raise
 
-    async def _hand_over(self, number: int, permit: Permit, progress: Progress) -> Answered:
+    async def _hand_over(
+        self, number: int, permit: Permit, note_sent: Callable[[], None]
+    ) -> Answered:
         """The request as the engine sees it: from the permit to the answer."""
         loan = self._loans[number]
         loan.answer = asyncio.get_running_loop().create_future()
-        loan.progress = progress
+        loan.note_sent = note_sent
         self._send(Granted(number, permit))
         return await loan.answer

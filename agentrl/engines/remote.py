@@ -24,7 +24,7 @@ from agentrl.engines.http import EngineClient, NoAnswerError, RequestRefusedErro
 from agentrl.engines.request_check import EngineLimits
 from agentrl.engines.server import EngineServer
 from agentrl.engines.siblings import Sibling
-from agentrl.engines.token_route import Permit, Progress, TokenRoute
+from agentrl.engines.token_route import Permit, TokenRoute
 from agentrl.engines.transport.adapter import AdapterTransport
 from agentrl.engines.transport.base import WeightTransport
 from agentrl.engines.weight_update import UpdatableEngine, UpdateSettings, update_weights
@@ -45,9 +45,9 @@ DEATH_SECONDS = 3.0
 
 A = TypeVar("A", bound=Answer)
 
-Send = Callable[[Permit, Progress], Awaitable[A]]
-"""Sends one request with a permit, tells how far it is, and gives what came of it. Raises
-EngineError."""
+Send = Callable[[Permit, Callable[[], None]], Awaitable[A]]
+"""Sends one request with a permit, calls the second argument when it is written, and gives what
+came of it. Raises EngineError."""
 
 
 class RemoteEngine(Engine, UpdatableEngine):
@@ -223,8 +223,8 @@ class RemoteEngine(Engine, UpdatableEngine):
         """Sample a continuation; see `Engine.generate`. `replica` picks a data-parallel replica."""
         self.route.check(token_ids, params)
 
-        async def send(permit: Permit, progress: Progress) -> Generation:
-            return await self.route.sample(self._token_client, token_ids, params, permit, progress)
+        async def send(permit: Permit, sent: Callable[[], None]) -> Generation:
+            return await self.route.sample(self._token_client, token_ids, params, permit, sent)
 
         return await self.request(send, len(token_ids), Place(replica, rollout_id, group_id))
 
@@ -242,21 +242,14 @@ class RemoteEngine(Engine, UpdatableEngine):
         Raises:
             EngineError: the engine takes no requests, or this one failed.
         """
+        found = None
         with await self._sibling(prompt_tokens, place) as sibling:
-            await self._gate.enter()
-            permit = Permit(
-                request_id=uuid.uuid4().hex,
-                url=self._token_client.url,
-                label=self.label,
-                version=self._version,
-                cache_salt=self._cache_salt,
-                place=place,
-                adapter=self._adapter,
-                computes_first=sibling.first,
-            )
-            note_sent = partial(self._gate.note_sent, permit.request_id)
-            call = send(permit, Progress(note_sent, sibling.note_computed))
-            answer = await self._counted(call, prompt_tokens, permit.request_id)
+            if sibling.first:
+                alone, _ = await self._sent(send, place, computes_only=True)
+                sibling.computed = alone.finish_reason != "abort"
+                found = alone.cached_tokens
+        answer, seconds = await self._sent(send, place, found=found)
+        self._stats.record(prompt_tokens, answer, seconds)
         self._read_metrics_now_and_then()
         return answer
 
@@ -264,10 +257,26 @@ class RemoteEngine(Engine, UpdatableEngine):
         """The request as one of its group, once it is its turn."""
         return Sibling()
 
-    async def _counted(self, call: Awaitable[A], prompt_tokens: int, request_id: str) -> A:
-        """Await a request that has been admitted, and count what comes of it."""
+    async def _sent(
+        self, send: Send[A], place: Place, *, computes_only: bool = False, found: int | None = None
+    ) -> tuple[A, float]:
+        """Admit a request and have it sent; what came of it, and the seconds that took."""
+        await self._gate.enter()
+        permit = Permit(
+            request_id=uuid.uuid4().hex,
+            url=self._token_client.url,
+            label=self.label,
+            version=self._version,
+            cache_salt=self._cache_salt,
+            place=place,
+            adapter=self._adapter,
+            computes_only=computes_only,
+            found=found,
+        )
+        request_id = permit.request_id
         with self._stats.request() as elapsed:
             try:
+                call = send(permit, partial(self._gate.note_sent, request_id))
                 answer = await self._gate.run(request_id, call)
             except asyncio.CancelledError:
                 self._stats.record_unanswered("cancelled")
@@ -278,8 +287,7 @@ class RemoteEngine(Engine, UpdatableEngine):
                 self._stats.record_unanswered("timed_out" if late else "failed")
                 self._abort_later(request_id)
                 raise await self._explained(error) from error
-            self._stats.record(prompt_tokens, answer, elapsed())
-        return answer
+            return answer, elapsed()
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop sampling; see `Engine.pause`.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.engines.answer import Place, Sampled, version_spans
 from agentrl.engines.expert_routes import read_plain
 from agentrl.engines.http import EngineClient
-from agentrl.engines.token_route import Permit, Progress, TokenRoute
+from agentrl.engines.token_route import Permit, TokenRoute
 from agentrl.errors import EngineError
 from agentrl.types import SamplingParams
 
@@ -39,33 +38,27 @@ class SGLangTokens(TokenRoute):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        progress: Progress,
+        sent: Callable[[], None],
     ) -> Sampled:
-        experts = self.limits.experts
-        prompt: dict[str, Any] = {
+        sampling = _sampling_params(params)
+        if permit.computes_only:
+            sampling |= {"max_new_tokens": 0, "min_new_tokens": 0}
+        body: dict[str, Any] = {
             "rid": permit.request_id,
             "input_ids": [int(token) for token in token_ids],
+            "sampling_params": sampling,
+            "return_logprob": params.logprobs,
+            "logprob_start_len": -1,  # 0 would switch the prefix cache off
             "extra_key": permit.cache_salt,
         }
         if permit.place.replica is not None:
-            prompt["routed_dp_rank"] = permit.place.replica
-        body = prompt | {
-            "sampling_params": _sampling_params(params),
-            "return_logprob": params.logprobs,
-            "logprob_start_len": -1,  # 0 would switch the prefix cache off
-        }
+            body["routed_dp_rank"] = permit.place.replica
+        experts = self.limits.experts
         if experts is not None:
             body["return_routed_experts"] = True
         headers = self._headers(permit.place)
-        post = partial(client.post, "/generate", headers=headers, repeatable=True)
-        found = None
-        if permit.computes_first:
-            alone = await post(prompt | {"sampling_params": {"max_new_tokens": 0}})
-            found = _cached_tokens(alone)
-            progress.note_computed()
-        answer = await post(body, sent=progress.note_sent)
+        answer = await client.post("/generate", body, headers=headers, repeatable=True, sent=sent)
         meta = answer["meta_info"]
-        cached = _cached_tokens(answer)
         entries = meta.get("output_token_logprobs")
         routes = meta.get("routed_experts")
         return Sampled(
@@ -73,7 +66,7 @@ class SGLangTokens(TokenRoute):
             logprobs=[entry[0] for entry in entries] if entries is not None else None,
             spans=version_spans(meta),
             finish_reason=meta["finish_reason"]["type"],
-            cached_tokens=cached if found is None else min(found, cached),
+            cached_tokens=meta.get("cached_tokens", 0),  # it has none if it was ended in the queue
             routed_experts=read_plain(routes, *experts) if experts and routes else None,
         )
 
@@ -86,11 +79,6 @@ class RoutedSGLangTokens(SGLangTokens):
 
     def _headers(self, place: Place) -> Mapping[str, str]:
         return {ROUTING_KEY: place.key} if place.key else {}
-
-
-def _cached_tokens(answer: Mapping[str, Any]) -> int:
-    found: int = answer["meta_info"].get("cached_tokens", 0)  # none if it was ended in the queue
-    return found
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:

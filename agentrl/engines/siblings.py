@@ -21,8 +21,8 @@ REMEMBERED = 65536
 
 
 class Sibling:
-    """One request, as a context. The `first` of its group is to have the prompt computed: where it
-    ends before that, another will be the first."""
+    """One request, as a context: the `first` of its group is to have the prompt computed in it, and
+    to say so. Where it does not, another will be the first."""
 
     def __init__(self, *, first: bool = False) -> None:
         self.first = first
@@ -30,13 +30,8 @@ class Sibling:
         """Whether the prompt is in the cache."""
         self._over = asyncio.Event()
 
-    def note_computed(self) -> None:
-        """The prompt is in the cache."""
-        self.computed = True
-        self._over.set()
-
     async def wait(self) -> bool:
-        """Wait until it has had the prompt computed, or has ended without; which of the two."""
+        """Wait until it is over; whether the prompt is computed."""
         await self._over.wait()
         return self.computed
 

@@ -18,7 +18,7 @@ from agentrl.engines.request_check import EngineLimits, check_request
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
-__all__ = ["Permit", "Progress", "TokenRoute"]
+__all__ = ["Permit", "TokenRoute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,10 @@ class Permit:
     place: Place
     adapter: str | None = None
     """What the server calls the LoRA adapter to sample with."""
-    computes_first: bool = False
-    """Whether the prompt is to be computed by itself first: siblings wait for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Who is told how far a request is."""
-
-    note_sent: Callable[[], None]
-    """To be called when all of it is written to the server."""
-    note_computed: Callable[[], None]
-    """To be called when its prompt is computed, if the permit says `computes_first`."""
+    computes_only: bool = False
+    """Whether nothing is to be sampled: the prompt is computed for those that have the same."""
+    found: int | None = None
+    """How many tokens of the prompt were cached before it was computed for all that have it."""
 
 
 class TokenRoute(ABC):
@@ -82,28 +74,34 @@ class TokenRoute(ABC):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        progress: Progress,
+        sent: Callable[[], None],
     ) -> Generation:
         """Send a request that was checked and admitted, and read its answer.
+
+        Its `cached_tokens` are what was cached before anything was computed for this request.
 
         Args:
             client: of `permit.url`.
             token_ids: the prompt.
             params: how to sample.
             permit: says what to send it with.
-            progress: told how far the request is.
+            sent: called when the whole request is written.
 
         Raises:
             EngineError: no answer came, or not what was asked for.
         """
+        if permit.computes_only:
+            params = replace(params, logprobs=False)
         try:
-            sampled = await self._ask(client, token_ids, params, permit, progress)
+            sampled = await self._ask(client, token_ids, params, permit, sent)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"the answer of {permit.label} is not that of a {self.kind} server "
                 f"({type(error).__name__}: {error}): see whether {permit.url} is one, of a version "
                 "that docs/engines.md names"
             ) from error
+        if permit.found is not None:
+            sampled = replace(sampled, cached_tokens=min(permit.found, sampled.cached_tokens))
         if sampled.spans is None:
             # No update met the request, or only after it had been ended: see `RemoteEngine.pause`.
             length = len(sampled.token_ids)
@@ -119,6 +117,6 @@ class TokenRoute(ABC):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        progress: Progress,
+        sent: Callable[[], None],
     ) -> Sampled:
         """Send the request."""

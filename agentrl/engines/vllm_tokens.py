@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.engines.answer import Sampled, version_spans
 from agentrl.engines.expert_routes import read_npy
 from agentrl.engines.http import EngineClient
-from agentrl.engines.token_route import Permit, Progress, TokenRoute
+from agentrl.engines.token_route import Permit, TokenRoute
 from agentrl.types import SamplingParams
 
 __all__ = ["VLLMTokens"]
@@ -25,7 +25,7 @@ class VLLMTokens(TokenRoute):
         token_ids: Sequence[int],
         params: SamplingParams,
         permit: Permit,
-        progress: Progress,
+        sent: Callable[[], None],
     ) -> Sampled:
         body = {
             "request_id": permit.request_id,
@@ -38,7 +38,6 @@ class VLLMTokens(TokenRoute):
         replica = permit.place.replica
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         path = "/inference/v1/generate"
-        sent = progress.note_sent
         answer = await client.post(path, body, headers=headers, repeatable=True, sent=sent)
         choice = answer["choices"][0]
         details = answer["usage"].get("prompt_tokens_details") or {}

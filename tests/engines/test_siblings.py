@@ -11,11 +11,12 @@ import pytest
 from engines.conftest import server_config
 from engines.fake.fake_server import PAGE
 from engines.test_loans import Loans
-from engines.test_pool import running
+from engines.test_pool import kill_and_wait, running
 from engines.tiny import greedy, source_of
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
+from agentrl.engines.lender import Answered
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.siblings import Sibling, Siblings
 from agentrl.errors import EngineError
@@ -50,8 +51,8 @@ async def test_others_wait_for_the_first_and_for_no_other_group() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     with first:
-        first.note_computed()
-        assert not (await waiting).first
+        first.computed = True
+    assert not (await waiting).first
     assert not (await siblings.join("a")).first
 
 
@@ -65,7 +66,8 @@ async def test_of_those_that_wait_one_takes_the_place_of_a_first_that_ended() ->
     assert second.first
     await asyncio.sleep(0)
     assert not any(task.done() for task in others)
-    second.note_computed()
+    with second:
+        second.computed = True
     assert not any(sibling.first for sibling in await asyncio.gather(*others))
 
 
@@ -150,6 +152,46 @@ async def test_a_first_that_fails_or_is_cancelled_leaves_its_place_to_another(
         await engine.resume()
         _, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert [answer.cached_tokens for answer in others] == [0] + [COMPUTED] * (MEMBERS - 2)  # type: ignore[union-attr]
+
+
+async def test_a_pause_waits_for_no_prompt_and_nothing_is_sampled_in_it(
+    model_folder: Path, tmp_path: Path, models: list[PreTrainedModel]
+) -> None:
+    async with running("fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40) as pool:
+        loans = Loans(pool, held=(Answered,))
+        calls = [
+            asyncio.create_task(loans.engine.generate(PROMPT, GREEDY, group_id="g"))
+            for _ in range(MEMBERS)
+        ]
+        await asyncio.wait_for(loans.waits.wait(), 30)  # the prompt's answer is on its way
+        await asyncio.wait_for(pool.pause("keep"), 10)
+        loans.let_go()
+        await asyncio.sleep(0.1)
+        assert [computes_only(body) for body in await generated(pool)] == [True]
+        await pool.resume()
+        for result in await asyncio.gather(*calls):
+            assert result.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+        await loans.engine.close()
+
+
+async def test_all_of_a_group_hear_that_the_server_of_their_prompt_is_dead(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async with running(
+        "fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40, max_restarts=0
+    ) as pool:
+        loans = Loans(pool, held=(Answered,))
+        calls = [
+            asyncio.create_task(loans.engine.generate(PROMPT, GREEDY, group_id="g"))
+            for _ in range(MEMBERS)
+        ]
+        await asyncio.wait_for(loans.waits.wait(), 30)
+        await kill_and_wait(pool.engines[0])
+        loans.let_go()
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        assert all(isinstance(answer, EngineError) for answer in answers)
+        assert loans.lender.num_open == 0
+        await loans.engine.close()
 
 
 def test_only_sglang_needs_it() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl import event_loop
 from agentrl.config import RolloutConfig
-from agentrl.engines.lender import Answered, Ask, Broke, Computed, GaveUp, Lender, Sent
+from agentrl.engines.lender import Answered, Ask, Broke, GaveUp, Lender, Sent
 from agentrl.engines.pool import EnginePool
 from agentrl.errors import AgentError
 from agentrl.executors.attempts import CANCEL_GRACE, Member, failed_attempt
@@ -207,7 +207,7 @@ class WorkerProcess:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Ask() | Computed() | Sent() | Answered() | Broke() | GaveUp():
+            case Ask() | Sent() | Answered() | Broke() | GaveUp():
                 self._lender.take(message)
             case Ended(number=number, outcome=outcome):
                 if (answer := self._answers.get(number)) is not None:
