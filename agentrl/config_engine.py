@@ -194,26 +194,21 @@ class EngineConfig(Section):
                 )
 
     def _refuse_what_would_be_ignored(self) -> None:
+        if self.kind != "sglang" and self.shared_prefill_tokens:
+            why = (
+                f"engine.kind is {self.kind}, and only sglang computes a group's prompt repeatedly"
+            )
+            self._refuse_ignored("engine", {"shared_prefill_tokens"}, why)
         started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
         started |= {"gpus", "enable_sleep", "sleep_level", "api_server_count"}
         served = started | {"tensor_parallel_size", "data_parallel_size"}
         served |= {"urls", "api_key", "request_timeout", "update_timeout", "transport"}
-        served |= {
-            "shared_prefill_tokens",
-            "router_url",
-            "bucket_mb",
-            "verify_weights",
-            "pause_mode",
-            "host",
-        }
+        served |= {"router_url", "bucket_mb", "verify_weights", "pause_mode", "host"}
         if self.kind not in SERVER_KINDS:
             self._refuse_ignored(
                 "engine", served, f"engine.kind is {self.kind}, which is no server"
             )
             return
-        if self.kind != "sglang":
-            why = f"engine.kind is {self.kind}, which finds prompts that it is about to compute"
-            self._refuse_ignored("engine", {"shared_prefill_tokens"}, why)
         if self.urls:
             self._refuse_ignored("engine", started, "engine.urls names servers that run already")
         why = f"engine.kind is {self.kind}, whose batches depend on timing"

@@ -242,14 +242,14 @@ class RemoteEngine(Engine, UpdatableEngine):
         Raises:
             EngineError: the engine takes no requests, or this one failed.
         """
-        found = None
-        with await self._sibling(prompt_tokens, place) as sibling:
-            if sibling.first:
-                alone, _ = await self._sent(send, place, computes_only=True)
-                sibling.computed = alone.finish_reason != "abort"
-                found = alone.cached_tokens
-        answer, seconds = await self._sent(send, place, found=found)
-        self._stats.record(prompt_tokens, answer, seconds)
+        await self._gate.enter()
+        with self._stats.request() as elapsed:
+            found = None
+            with await self._sibling(prompt_tokens, place) as sibling:
+                if sibling.first:
+                    found = await self._compute(send, place, sibling)
+            answer = await self._send(send, place, found=found)
+            self._stats.record(prompt_tokens, answer, elapsed())
         self._read_metrics_now_and_then()
         return answer
 
@@ -257,10 +257,20 @@ class RemoteEngine(Engine, UpdatableEngine):
         """The request as one of its group, once it is its turn."""
         return Sibling()
 
-    async def _sent(
+    async def _compute(self, send: Send[A], place: Place, sibling: Sibling) -> int:
+        """Have the prompt of a group computed; how many of its tokens were cached before."""
+        try:
+            answer = await self._send(send, place, computes_only=True)
+        except EngineError:
+            sibling.settled = True  # else the others might fail one after another, each as late
+            raise
+        sibling.settled = answer.finish_reason != "abort"
+        return answer.cached_tokens
+
+    async def _send(
         self, send: Send[A], place: Place, *, computes_only: bool = False, found: int | None = None
-    ) -> tuple[A, float]:
-        """Admit a request and have it sent; what came of it, and the seconds that took."""
+    ) -> A:
+        """Admit a request, and have it sent."""
         await self._gate.enter()
         permit = Permit(
             request_id=uuid.uuid4().hex,
@@ -274,20 +284,18 @@ class RemoteEngine(Engine, UpdatableEngine):
             found=found,
         )
         request_id = permit.request_id
-        with self._stats.request() as elapsed:
-            try:
-                call = send(permit, partial(self._gate.note_sent, request_id))
-                answer = await self._gate.run(request_id, call)
-            except asyncio.CancelledError:
-                self._stats.record_unanswered("cancelled")
-                self._abort_later(request_id)
-                raise
-            except EngineError as error:
-                late = isinstance(error, NoAnswerError) and error.late
-                self._stats.record_unanswered("timed_out" if late else "failed")
-                self._abort_later(request_id)
-                raise await self._explained(error) from error
-            return answer, elapsed()
+        try:
+            call = send(permit, partial(self._gate.note_sent, request_id))
+            return await self._gate.run(request_id, call)
+        except asyncio.CancelledError:
+            self._stats.record_unanswered("cancelled")
+            self._abort_later(request_id)
+            raise
+        except EngineError as error:
+            late = isinstance(error, NoAnswerError) and error.late
+            self._stats.record_unanswered("timed_out" if late else "failed")
+            self._abort_later(request_id)
+            raise await self._explained(error) from error
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop sampling; see `Engine.pause`.

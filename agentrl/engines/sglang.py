@@ -212,6 +212,7 @@ class SGLangEngine(RemoteEngine):
             await self._gate.wait_idle()
             patience = {"timeout": str(FLUSH_SECONDS)}  # what was ended may take a step more
             await self._client.post("/flush_cache", params=patience, repeatable=True)
+        self._siblings.forget()
 
     async def _freeze_heaps(self) -> None:
         """Keep what a server of ours has loaded from its garbage collectors (see `agentrl.heap`).
@@ -232,10 +233,21 @@ class SGLangEngine(RemoteEngine):
                 raise answer
 
     async def _sibling(self, prompt_tokens: int, place: Place) -> Sibling:
-        if not place.group_id or not 0 < self._shared_prefill_tokens <= prompt_tokens:
+        begins = self._siblings.begins(place.rollout_id)
+        long = 0 < self._shared_prefill_tokens <= prompt_tokens
+        if not (place.group_id and begins and long):
             return Sibling()
-        cache = self._incarnation, self._cache_salt, place.replica
-        return await self._siblings.join((cache, place.group_id))
+        while True:
+            cache = self._incarnation, self._cache_salt
+            sibling = await self._siblings.join((*cache, place.replica, place.group_id))
+            try:
+                await self._gate.enter()
+            except BaseException:
+                sibling.end()
+                raise
+            if cache == (self._incarnation, self._cache_salt):
+                return sibling
+            sibling.end()  # it waited for a prompt of other weights
 
     async def _give_to_loader(self, buckets: list[tuple[str, torch.Tensor]]) -> None:
         await self._post_tensors(buckets, LOADER)
@@ -267,6 +279,7 @@ class SGLangEngine(RemoteEngine):
     async def _sleep(self, level: int) -> None:
         # Whether weights are kept on the host is decided when the server starts.
         await self._client.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        self._siblings.forget()
 
     async def _wake(self, tag: str) -> None:
         await self._client.post("/resume_memory_occupation", {"tags": [tag]})

@@ -65,6 +65,7 @@ class RoutedSGLangEngine(SGLangEngine):
                 await self._client.post("/abort_request", {"abort_all": True})
                 await asyncio.sleep(FLUSH_PAUSE)
             else:
+                self._siblings.forget()
                 return
         raise EngineError(f"{self.label} did not drop its prefix cache: update again")
 

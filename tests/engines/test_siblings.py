@@ -16,11 +16,12 @@ from engines.tiny import greedy, source_of
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
+from agentrl.engines.factory import make_engine
 from agentrl.engines.lender import Answered
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.siblings import Sibling, Siblings
 from agentrl.errors import EngineError
-from agentrl.types import SamplingParams
+from agentrl.types import Generation, SamplingParams
 
 PROMPT = list(range(3, 60))
 COMPUTED = (len(PROMPT) - 1) // PAGE * PAGE
@@ -38,6 +39,13 @@ async def generated(pool: EnginePool) -> list[dict[str, Any]]:
     return [entry["body"] for entry in entries][1:]
 
 
+async def tell(pool: EnginePool, where: str, **body: Any) -> None:
+    (engine,) = pool.engines
+    assert engine.server is not None
+    async with httpx.AsyncClient() as client:
+        await client.post(f"{engine.server.url}{where}", json=body)
+
+
 def computes_only(body: dict[str, Any]) -> bool:
     return bool(body["sampling_params"]["max_new_tokens"] == 0)
 
@@ -51,7 +59,7 @@ async def test_others_wait_for_the_first_and_for_no_other_group() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     with first:
-        first.computed = True
+        first.settled = True
     assert not (await waiting).first
     assert not (await siblings.join("a")).first
 
@@ -67,7 +75,7 @@ async def test_of_those_that_wait_one_takes_the_place_of_a_first_that_ended() ->
     await asyncio.sleep(0)
     assert not any(task.done() for task in others)
     with second:
-        second.computed = True
+        second.settled = True
     assert not any(sibling.first for sibling in await asyncio.gather(*others))
 
 
@@ -124,34 +132,125 @@ async def test_new_weights_make_a_group_compute_its_prompt_again(
     assert [computes_only(body) for body in bodies] == [True, False, False] * 2
 
 
-async def test_a_first_that_fails_or_is_cancelled_leaves_its_place_to_another(
+async def test_an_answer_that_cannot_be_read_fails_the_first_alone(
     model_folder: Path, tmp_path: Path
 ) -> None:
+    async with running("fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40) as pool:
+        await tell(pool, "/fake/fail", path="/generate", answer={"meta_info": None})
+        calls = (pool.generate(PROMPT, GREEDY, group_id="g") for _ in range(MEMBERS))
+        first, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, EngineError)
+        assert all(isinstance(answer, Generation) for answer in others)
+        # The others do not try one after another: with a server that hangs each would be as late.
+        assert [computes_only(body) for body in await generated(pool)] == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended early"])
+async def test_a_first_that_is_given_up_leaves_its_place_to_another(
+    model_folder: Path, tmp_path: Path, how: str
+) -> None:
     async with running(
-        "fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40, pause_mode="abort"
+        "fake-sglang",
+        model_folder,
+        tmp_path,
+        shared_prefill_tokens=40,
+        extra={"prefill_seconds": 1.0},
     ) as pool:
-        (engine,) = pool.engines
-        assert engine.server is not None
-        async with httpx.AsyncClient() as client:
-            broken = {"path": "/generate", "answer": {"meta_info": None}}
-            await client.post(f"{engine.server.url}/fake/fail", json=broken)
         calls = [
             asyncio.create_task(pool.generate(PROMPT, GREEDY, group_id="g")) for _ in range(MEMBERS)
         ]
-        first, *others = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(first, EngineError)
-        assert [answer.cached_tokens for answer in others] == [0] + [COMPUTED] * (MEMBERS - 2)  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        if how == "cancelled":
+            calls[0].cancel()
+        else:
+            await tell(pool, "/abort_request", abort_all=True)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        bodies = await generated(pool)
+    given_up, *others = (
+        None if isinstance(answer, BaseException) else answer.cached_tokens for answer in answers
+    )
+    assert given_up == (None if how == "cancelled" else 0)
+    assert others == [0] + [COMPUTED] * (MEMBERS - 2)
+    assert sum(map(computes_only, bodies)) == 2
 
-        await engine.pause("wait")
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+async def test_an_update_that_meets_the_computing_of_a_prompt(
+    model_folder: Path, tmp_path: Path, models: list[PreTrainedModel], mode: str
+) -> None:
+    async with running(
+        "fake-sglang",
+        model_folder,
+        tmp_path,
+        shared_prefill_tokens=40,
+        pause_mode=mode,
+        extra={"prefill_seconds": 0.5},
+    ) as pool:
         calls = [
-            asyncio.create_task(pool.generate(PROMPT[::-1], GREEDY, group_id="h"))
-            for _ in range(MEMBERS)
+            asyncio.create_task(pool.generate(PROMPT, GREEDY, rollout_id=str(i), group_id="g"))
+            for i in range(MEMBERS)
         ]
-        await asyncio.sleep(0.05)
-        calls[0].cancel()
-        await engine.resume()
-        _, *others = await asyncio.gather(*calls, return_exceptions=True)
-        assert [answer.cached_tokens for answer in others] == [0] + [COMPUTED] * (MEMBERS - 2)  # type: ignore[union-attr]
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(pool.update_weights(source_of(models[1], 1)), 30)
+        answers = await asyncio.gather(*calls)
+        bodies = await generated(pool)
+    for answer in answers:
+        assert answer.token_ids.tolist() == greedy(models[1], PROMPT, 8)
+    # All sample from the new weights, and all but the first and one of the others find its prompt.
+    (old, *_), (*_, new) = bodies, bodies
+    assert [b["extra_key"] for b in bodies if not computes_only(b)] == [new["extra_key"]] * MEMBERS
+    assert old["extra_key"] != new["extra_key"]
+    found = [answer.cached_tokens for answer in answers]
+    assert sorted(found)[2:] == [COMPUTED] * (MEMBERS - 2)
+
+
+async def test_a_first_that_is_cancelled_at_the_gate_holds_nobody_up(
+    model_folder: Path, tmp_path: Path, models: list[PreTrainedModel]
+) -> None:
+    async with running(
+        "fake-sglang",
+        model_folder,
+        tmp_path,
+        shared_prefill_tokens=40,
+        extra={"prefill_seconds": 0.5},
+    ) as pool:
+        first, second, *others = [
+            asyncio.create_task(pool.generate(PROMPT, GREEDY, group_id="g")) for _ in range(MEMBERS)
+        ]
+        await asyncio.sleep(0.2)
+        await pool.pause("abort")  # ends the computing, so that the second takes its place
+        await asyncio.sleep(0.1)
+        second.cancel()
+        await pool.resume()
+        for answer in await asyncio.wait_for(asyncio.gather(first, *others), 30):
+            assert answer.token_ids.tolist() == greedy(models[0], PROMPT, 8)
+
+
+async def test_later_turns_wait_for_nobody(model_folder: Path, tmp_path: Path) -> None:
+    async with running("fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40) as pool:
+
+        async def two_turns(member: str) -> None:
+            place = {"rollout_id": member, "group_id": "g"}
+            await pool.generate(PROMPT[:39], GREEDY, **place)
+            await pool.generate(PROMPT, GREEDY, **place)
+            await pool.generate(PROMPT[::-1], GREEDY, **place)
+
+        await asyncio.gather(*map(two_turns, "abc"))
+        assert not any(map(computes_only, await generated(pool)))
+
+
+async def test_an_emptied_cache_and_one_that_is_switched_off(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async with running("fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40) as pool:
+        for _ in range(2):
+            await pool.generate(PROMPT, GREEDY, group_id="g")
+            await pool.flush_cache()
+        assert [computes_only(body) for body in await generated(pool)] == [True, False] * 2
+    config = server_config("fake-sglang", extra={"disable_radix_cache": True})
+    pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)  # type: ignore[assignment]
+    (engine,) = pool.engines
+    assert engine._shared_prefill_tokens == 0  # type: ignore[attr-defined]
 
 
 async def test_a_pause_waits_for_no_prompt_and_nothing_is_sampled_in_it(
@@ -196,7 +295,8 @@ async def test_all_of_a_group_hear_that_the_server_of_their_prompt_is_dead(
 
 def test_only_sglang_needs_it() -> None:
     assert server_config("fake-sglang").engine.shared_prefill_tokens == 1024
-    with pytest.raises(ValidationError, match="vllm, which finds prompts"):
+    assert server_config("fake-vllm", shared_prefill_tokens=0)
+    with pytest.raises(ValidationError, match="vllm, and only sglang"):
         server_config("fake-vllm", shared_prefill_tokens=100)
 
 

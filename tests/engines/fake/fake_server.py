@@ -66,6 +66,8 @@ class Sampler:
         """Why no request for tokens succeeds, if so."""
         self.old = False
         """Whether it knows nothing of versions, like the servers of a few releases ago."""
+        self.prefill_seconds = 0.0
+        """What a prompt takes that is not cached."""
         self.cannot_freeze = False
         """Whether it fails to keep its heap from the garbage collector."""
         self.requests: list[str] = []
@@ -98,6 +100,12 @@ class Sampler:
         logprobs: list[float] = []
         versions: list[str] = []
         reason = "length"
+        computed = time.monotonic() + (cached + PAGE < len(prompt)) * self.prefill_seconds
+        while time.monotonic() < computed and not state.aborted:
+            time.sleep(0.005)
+            self.resumed.wait()
+        if limit == 0 and state.aborted:
+            reason = "abort"
         while len(ids) < limit:
             self.resumed.wait()
             if state.aborted:
@@ -118,7 +126,8 @@ class Sampler:
                 reason = "stop"
                 break
         del self.running[request_id]
-        self._keep(prompt + ids, salt)
+        if limit or not state.aborted:
+            self._keep(prompt + ids, salt)
         spans = [
             {"version": version, "start": i, "end": i + 1} for i, version in enumerate(versions)
         ]
@@ -444,6 +453,7 @@ def main(kind: str) -> None:
     parser.add_argument("--exit-at-start", action="store_true")
     parser.add_argument("--cannot-sample", action="store_true")
     parser.add_argument("--old", action="store_true")
+    parser.add_argument("--prefill-seconds", type=float, default=0.0)
     parser.add_argument("--cannot-freeze", action="store_true")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     options, _ = parser.parse_known_args()
@@ -454,6 +464,7 @@ def main(kind: str) -> None:
     sampler = Sampler(Path(folder), options.token_seconds)
     sampler.old = options.old
     sampler.cannot_freeze = options.cannot_freeze
+    sampler.prefill_seconds = options.prefill_seconds
     if options.enable_return_routed_experts:
         sampler.routers = Routers(sampler.model)
     if options.cannot_sample:
