@@ -90,7 +90,7 @@ class EngineConfig(Section):
     """Replicas inside one server, each with a prefix cache of its own; likewise."""
     api_server_count: PositiveInt = 1
     """Processes of one server that read requests and write answers, where one is the limit."""
-    shared_prefill_tokens: NonNegativeInt = 1024
+    shared_prefill_tokens: NonNegativeInt = 0
     """SGLang: first prompts of at least so many tokens are computed once for a group that comes
     together, whose other members wait for that; 0: each computes what it does not find."""
     gpus: tuple[int, ...] = ()
@@ -194,7 +194,7 @@ class EngineConfig(Section):
                 )
 
     def _refuse_what_would_be_ignored(self) -> None:
-        if self.kind != "sglang" and self.shared_prefill_tokens:
+        if self.kind != "sglang":
             why = (
                 f"engine.kind is {self.kind}, and only sglang computes a group's prompt repeatedly"
             )

@@ -233,9 +233,10 @@ class SGLangEngine(RemoteEngine):
                 raise answer
 
     async def _sibling(self, prompt_tokens: int, place: Place) -> Sibling:
+        if not (place.group_id and self._shared_prefill_tokens):
+            return Sibling()
         begins = self._siblings.begins(place.rollout_id)
-        long = 0 < self._shared_prefill_tokens <= prompt_tokens
-        if not (place.group_id and begins and long):
+        if not begins or prompt_tokens < self._shared_prefill_tokens:
             return Sibling()
         while True:
             cache = self._incarnation, self._cache_salt

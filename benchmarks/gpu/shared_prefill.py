@@ -99,6 +99,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(once.close)
         await once.start()
+        print("the server has started", file=sys.stderr, flush=True)
         (engine,) = once.engines
         assert engine.server is not None
         same = config_for(
@@ -109,6 +110,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         stack.push_async_callback(each.close)
         await each.start()
         heap.freeze(once)  # as a learner does
+        print("both have started", file=sys.stderr, flush=True)
         rounds = itertools.product(range(arguments.rounds + 1), arguments.prompts, WAYS)
         for turn, prompt_tokens, way in rounds:
             pool, name = {"once": once, "each": each}[way], f"{turn}-{prompt_tokens}-{way}"

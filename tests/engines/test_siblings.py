@@ -247,7 +247,8 @@ async def test_an_emptied_cache_and_one_that_is_switched_off(
             await pool.generate(PROMPT, GREEDY, group_id="g")
             await pool.flush_cache()
         assert [computes_only(body) for body in await generated(pool)] == [True, False] * 2
-    config = server_config("fake-sglang", extra={"disable_radix_cache": True})
+    off = {"disable_radix_cache": True}
+    config = server_config("fake-sglang", extra=off, shared_prefill_tokens=40)
     pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)  # type: ignore[assignment]
     (engine,) = pool.engines
     assert engine._shared_prefill_tokens == 0  # type: ignore[attr-defined]
@@ -294,7 +295,7 @@ async def test_all_of_a_group_hear_that_the_server_of_their_prompt_is_dead(
 
 
 def test_only_sglang_needs_it() -> None:
-    assert server_config("fake-sglang").engine.shared_prefill_tokens == 1024
+    assert server_config("fake-sglang").engine.shared_prefill_tokens == 0
     assert server_config("fake-vllm", shared_prefill_tokens=0)
     with pytest.raises(ValidationError, match="vllm, and only sglang"):
         server_config("fake-vllm", shared_prefill_tokens=100)
