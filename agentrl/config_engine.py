@@ -199,6 +199,9 @@ class EngineConfig(Section):
                 f"engine.kind is {self.kind}, and only sglang computes a group's prompt repeatedly"
             )
             self._refuse_ignored("engine", {"shared_prefill_tokens"}, why)
+        elif self.extra.get("disable_radix_cache", False):
+            why = "engine.extra.disable_radix_cache leaves nothing to share"
+            self._refuse_ignored("engine", {"shared_prefill_tokens"}, why)
         started = {"num_engines", "python", "env", "extra", "start_timeout", "max_restarts"}
         started |= {"gpus", "enable_sleep", "sleep_level", "api_server_count"}
         served = started | {"tensor_parallel_size", "data_parallel_size"}

@@ -103,11 +103,15 @@ class BorrowedEngine(Engine):
         loan = self._loans[number] = _Loan(loop.create_future(), loop.create_future())
         self._send(Ask(number, len(token_ids), params.max_new_tokens, rollout_id, group_id))
         try:
-            while (permit := await loan.permit).computes_only:
-                generation = await self._exchanged(loan, number, token_ids, params, permit)
-                loan.permit = loop.create_future()
+            while True:
+                permit = await loan.permit
+                loan.permit = loop.create_future()  # of a request that may follow this one
+                exchange = self._exchange(number, token_ids, params, permit)
+                loan.exchange = asyncio.ensure_future(exchange)
+                generation = await loan.exchange
+                if not permit.computes_only:
+                    break
                 self._send(_answered(number, generation))
-            generation = await self._exchanged(loan, number, token_ids, params, permit)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if loan.refused.done() and not (task is not None and task.cancelling()):
@@ -135,21 +139,6 @@ class BorrowedEngine(Engine):
         """Close the connections to the servers."""
         for client in self._clients.values():
             await client.close()
-
-    async def _exchanged(
-        self,
-        loan: _Loan,
-        number: int,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        permit: Permit,
-    ) -> Generation:
-        """The answer to one exchange, which a refusal cancels."""
-        loan.exchange = asyncio.ensure_future(self._exchange(number, token_ids, params, permit))
-        generation = await loan.exchange
-        if loan.refused.done():  # just when it was answered
-            raise asyncio.CancelledError
-        return generation
 
     async def _exchange(
         self, number: int, token_ids: Sequence[int], params: SamplingParams, permit: Permit

@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The request was answered, and the loan is over but for what `Permit.computes_only`."""
+    """The request was answered; the loan is over, unless it only computed a prompt."""
 
     loan: int
     num_sampled: int

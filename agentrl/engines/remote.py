@@ -245,10 +245,10 @@ class RemoteEngine(Engine, UpdatableEngine):
         await self._gate.enter()
         with self._stats.request() as elapsed:
             found = None
-            with await self._sibling(prompt_tokens, place) as sibling:
-                if sibling.first:
-                    found = await self._compute(send, place, sibling)
-            answer = await self._send(send, place, found=found)
+            sibling = await self._sibling(prompt_tokens, place)
+            if sibling.first:
+                found = await self._compute(send, place, sibling)
+            answer = await self._admit(send, place, found=found)
             self._stats.record(prompt_tokens, answer, elapsed())
         self._read_metrics_now_and_then()
         return answer
@@ -260,14 +260,17 @@ class RemoteEngine(Engine, UpdatableEngine):
     async def _compute(self, send: Send[A], place: Place, sibling: Sibling) -> int:
         """Have the prompt of a group computed; how many of its tokens were cached before."""
         try:
-            answer = await self._send(send, place, computes_only=True)
+            answer = await self._admit(send, place, computes_only=True)
         except EngineError:
             sibling.settled = True  # else the others might fail one after another, each as late
             raise
-        sibling.settled = answer.finish_reason != "abort"
-        return answer.cached_tokens
+        else:
+            sibling.settled = answer.finish_reason != "abort"
+            return answer.cached_tokens
+        finally:
+            sibling.end()
 
-    async def _send(
+    async def _admit(
         self, send: Send[A], place: Place, *, computes_only: bool = False, found: int | None = None
     ) -> A:
         """Admit a request, and have it sent."""

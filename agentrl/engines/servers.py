@@ -97,14 +97,13 @@ def _engine(
     if section.kind == "vllm":
         kind = partial(VLLMEngine, api_servers=section.api_server_count)
     else:
-        no_cache = section.extra.get("disable_radix_cache", False)
         kind = partial(SGLangEngine, has_loader=_has_loader(config))
         if section.router_url is not None:
             kind = partial(RoutedSGLangEngine, router_url=section.router_url.rstrip("/"))
         kind = partial(
             kind,
             api_servers=section.api_server_count,
-            shared_prefill_tokens=0 if no_cache else section.shared_prefill_tokens,
+            shared_prefill_tokens=section.shared_prefill_tokens,
         )
     server, url = None, None
     if section.urls:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 __all__ = ["Sibling", "Siblings"]
 
@@ -25,7 +24,7 @@ REMEMBERED = 8192
 
 
 class Sibling:
-    """One request, as a context: the `first` of its group is to have the prompt computed in it."""
+    """One request; the `first` of its group is to have the prompt computed, and then to `end`."""
 
     def __init__(self, *, first: bool = False) -> None:
         self.first = first
@@ -38,17 +37,6 @@ class Sibling:
         """Wait until it is over; whether the prompt is settled."""
         await self._over.wait()
         return self.settled
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
 
     def end(self) -> None:
         """Let the others look."""

@@ -16,10 +16,9 @@ from engines.tiny import greedy, source_of
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from agentrl.engines.factory import make_engine
 from agentrl.engines.lender import Answered
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.siblings import Sibling, Siblings
+from agentrl.engines.siblings import Siblings
 from agentrl.errors import EngineError
 from agentrl.types import Generation, SamplingParams
 
@@ -58,24 +57,25 @@ async def test_others_wait_for_the_first_and_for_no_other_group() -> None:
     assert (await siblings.join("b")).first
     await asyncio.sleep(0)
     assert not waiting.done()
-    with first:
-        first.settled = True
+    first.settled = True
+    first.end()
     assert not (await waiting).first
     assert not (await siblings.join("a")).first
 
 
 async def test_of_those_that_wait_one_takes_the_place_of_a_first_that_ended() -> None:
     siblings = Siblings()
-    with await siblings.join("a"):
-        waiting = [asyncio.create_task(siblings.join("a")) for _ in range(3)]
-        await asyncio.sleep(0)
+    first = await siblings.join("a")
+    waiting = [asyncio.create_task(siblings.join("a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    first.end()
     done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     (second,) = (task.result() for task in done)
     assert second.first
     await asyncio.sleep(0)
     assert not any(task.done() for task in others)
-    with second:
-        second.settled = True
+    second.settled = True
+    second.end()
     assert not any(sibling.first for sibling in await asyncio.gather(*others))
 
 
@@ -239,19 +239,12 @@ async def test_later_turns_wait_for_nobody(model_folder: Path, tmp_path: Path) -
         assert not any(map(computes_only, await generated(pool)))
 
 
-async def test_an_emptied_cache_and_one_that_is_switched_off(
-    model_folder: Path, tmp_path: Path
-) -> None:
+async def test_an_emptied_cache_is_filled_anew(model_folder: Path, tmp_path: Path) -> None:
     async with running("fake-sglang", model_folder, tmp_path, shared_prefill_tokens=40) as pool:
         for _ in range(2):
             await pool.generate(PROMPT, GREEDY, group_id="g")
             await pool.flush_cache()
         assert [computes_only(body) for body in await generated(pool)] == [True, False] * 2
-    off = {"disable_radix_cache": True}
-    config = server_config("fake-sglang", extra=off, shared_prefill_tokens=40)
-    pool = make_engine(config, run_dir=tmp_path, model_folder=model_folder)  # type: ignore[assignment]
-    (engine,) = pool.engines
-    assert engine._shared_prefill_tokens == 0  # type: ignore[attr-defined]
 
 
 async def test_a_pause_waits_for_no_prompt_and_nothing_is_sampled_in_it(
@@ -299,8 +292,7 @@ def test_only_sglang_needs_it() -> None:
     assert server_config("fake-vllm", shared_prefill_tokens=0)
     with pytest.raises(ValidationError, match="vllm, and only sglang"):
         server_config("fake-vllm", shared_prefill_tokens=100)
-
-
-def test_a_sibling_that_nobody_waits_for_is_a_plain_context() -> None:
-    with Sibling() as sibling:
-        assert not sibling.first
+    off = {"disable_radix_cache": True}
+    assert server_config("fake-sglang", extra=dict(off))
+    with pytest.raises(ValidationError, match="leaves nothing to share"):
+        server_config("fake-sglang", extra=dict(off), shared_prefill_tokens=40)
